@@ -1,0 +1,94 @@
+"""`geo-diloco`: the commands, and the one border where an error becomes a line of text and an exit status.
+
+A command's module is imported when it is called or listed; none imports torch, hivemind or transformers before it runs.
+Help is plain text: drawing it with rich would take most of its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from geo_diloco import __version__
+from geo_diloco.errors import GeoDilocoError
+
+_COMMANDS = {
+    "demo": "demo:demo",
+    "bootstrap": "bootstrap:bootstrap",
+    "init": "init:init",
+    "start": "start:start",
+    "join": "join:join",
+    "status": "status:status",
+    "export": "export:export",
+    "replay": "replay:replay",
+    "bench": "bench:app",
+}
+"""In the order of `--help`: module and attribute, a function or a group of its own."""
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMANDS:
+            return None
+        if cmd_name not in self.commands:
+            self.commands[cmd_name] = _load(cmd_name)
+        return self.commands[cmd_name]
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = _COMMANDS[name].partition(":")
+    target = getattr(import_module(f"geo_diloco.cli.{module}"), attribute)
+    if not isinstance(target, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(name)(target)
+        target = alone
+    command = typer.main.get_command(target)
+    command.name = name
+    return command
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"geo-diloco {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Train one model on machines that are far apart."""
+
+
+def main() -> None:
+    """The console script. An error raised on purpose ends in one line on stderr; any other is a bug, with traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that this terminal can't show is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app(prog_name="geo-diloco")
+    except GeoDilocoError as exc:
+        with contextlib.suppress(OSError):
+            print(f"error {exc.code}: {' '.join(str(exc).split())}", file=sys.stderr)
+        raise SystemExit(exc.exit_status) from None

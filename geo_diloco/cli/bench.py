@@ -1,0 +1,72 @@
+"""`geo-diloco bench`: figures measured on this machine, each a ratio of two things measured in the same run.
+
+A benchmark prints a table, and with `--json` one object on the last line. None of them judges: the figures wanted are
+in the README, beside those that were reached.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Measure this machine.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, on the last line.")]
+
+
+@app.command()
+def overhead(
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of windows, with and without the run.")] = 7,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Length of a window.")] = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Inner steps per second of one learner in a run at the demo's size, against the same loop alone."""
+    from geo_diloco.cli.bench_overhead import measure_overhead
+
+    _print(measure_overhead(num_pairs=pairs, seconds=seconds, say=typer.echo), as_json=as_json)
+
+
+@app.command(name="overhead-window", hidden=True)
+def overhead_window(seconds: float, invite: str = "", run_dir: Path | None = None) -> None:
+    """One window of `overhead`, in a process of its own."""
+    from geo_diloco.cli.bench_overhead import measure_window
+
+    typer.echo(json.dumps(measure_window(seconds=seconds, invite=invite, run_dir=run_dir)))
+
+
+@app.command()
+def kill(
+    runs: Annotated[int, typer.Option(min=1, help="How many runs; the median is reported.")] = 5,
+    learners: Annotated[int, typer.Option(min=2, help="Learners in each run.")] = 4,
+    before: Annotated[float, typer.Option(min=5.0, help="Seconds of training before the kill.")] = 30.0,
+    after: Annotated[float, typer.Option(min=5.0, help="Seconds watched after it.")] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Longest gap between commits after SIGKILL of a learner, against the 95th percentile before it."""
+    from geo_diloco.cli.bench_kill import measure_kill
+
+    result = measure_kill(num_runs=runs, num_learners=learners, before_s=before, after_s=after, say=typer.echo)
+    _print(result, as_json=as_json)
+
+
+@app.command()
+def quality(
+    minutes: Annotated[float, typer.Option(min=0.2, help="Length of the run.")] = 2.0,
+    learners: Annotated[int, typer.Option(min=1, help="Learners.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Held-out loss of a demo run against synchronous DiLoCo, and each learner alone, at equal tokens."""
+    from geo_diloco.cli.bench_quality import measure_quality
+
+    _print(measure_quality(minutes=minutes, num_learners=learners, say=typer.echo), as_json=as_json)
+
+
+def _print(result: dict[str, Any], *, as_json: bool) -> None:
+    for key, value in result.items():
+        if not isinstance(value, list):
+            typer.echo(f"{key:>28}  {value:.4g}" if isinstance(value, float) else f"{key:>28}  {value}")
+    if as_json:
+        typer.echo(json.dumps(result))

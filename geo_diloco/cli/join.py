@@ -1,0 +1,69 @@
+"""`geo-diloco join`: takes part in a run, as a learner or as a peer that only follows the chain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from geo_diloco.cli import options
+from geo_diloco.cli.options import peer_config
+
+
+def join(
+    invite: Annotated[str, typer.Argument(help="The run's invite, as `geo-diloco start` printed it.")],
+    no_train: Annotated[
+        bool, typer.Option("--no-train", help="Follow the run without training: holds Theta, needs no accelerator.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda[:N] or mps. [default: auto]")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16, of the passes. [default: float32]"),
+    ] = None,
+    threads: options.Threads = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Training data. [default: the run's own source]"),
+    ] = None,
+    save_every_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints. [default: 10]")] = None,
+    run_dir: options.RunDir = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    announce: options.Announce = None,
+    dht_host: options.DhtHost = None,
+    dht_port: options.DhtPort = None,
+    bootstraps: options.Bootstraps = None,
+    log_level: options.LogLevel = None,
+    config: options.ConfigFile = None,
+) -> None:
+    """Join a run and train until it is finished; with --no-train, only follow it."""
+    from geo_diloco.runtime.invite import Invite
+
+    parsed = Invite.parse(invite)
+    settings = peer_config(
+        config,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        data_dir=data_dir,
+        save_every_s=save_every_s,
+        run_dir=run_dir,
+        host=host,
+        port=port,
+        announce=announce,
+        dht_host=dht_host,
+        dht_port=dht_port,
+        bootstraps=bootstraps,
+        log_level=log_level,
+    )
+    options.warn_if_exposed(*parsed.bootstraps)
+    if no_train:
+        from geo_diloco.node import run_follower
+
+        raise typer.Exit(run_follower(parsed, settings))
+    from geo_diloco.node import join as join_run
+    from geo_diloco.training.loop import train
+
+    with join_run(parsed, settings) as peer:
+        train(peer)

@@ -1,0 +1,68 @@
+"""`geo-diloco start`: founds a run from a manifest, or resumes one from its folder in the next term.
+
+The process is the run's syncer and does not train; learners join with the invite that it prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from geo_diloco.cli import options
+from geo_diloco.cli.options import peer_config, say
+
+if TYPE_CHECKING:
+    from geo_diloco.node import FounderInfo
+
+
+def start(
+    source: Annotated[Path, typer.Argument(help="A manifest (founds a run), or a run's folder (resumes it).")],
+    bootstraps: options.Bootstraps = None,
+    run_dir: options.RunDir = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    announce: options.Announce = None,
+    dht_host: options.DhtHost = None,
+    dht_port: options.DhtPort = None,
+    threads: options.Threads = None,
+    keep_contributions: Annotated[
+        bool | None,
+        typer.Option("--keep-contributions", help="Keep merged contributions, so that replay can redo the merges."),
+    ] = None,
+    log_level: options.LogLevel = None,
+    config: options.ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the invite and addresses as one JSON object.")] = False,
+) -> None:
+    """Found a run and print its invite, or resume it."""
+    settings = peer_config(
+        config,
+        bootstraps=bootstraps,
+        run_dir=run_dir,
+        host=host,
+        port=port,
+        announce=announce,
+        dht_host=dht_host,
+        dht_port=dht_port,
+        threads=threads,
+        keep_contributions=keep_contributions,
+        log_level=log_level,
+    )
+    from geo_diloco.node import run_founder
+
+    raise typer.Exit(run_founder(source, settings, on_ready=_print_json if as_json else _print_text))
+
+
+def _print_json(info: FounderInfo) -> None:
+    say(json.dumps(dataclasses.asdict(info), default=str))
+
+
+def _print_text(info: FounderInfo) -> None:
+    say(f"run {info.run} is open; its files are in {info.run_dir}")
+    say("\njoin from any machine that reaches this one:\n")
+    say(f"  geo-diloco join {info.invite}\n")
+    say("Ctrl-C ends it; resume with")
+    say(f"  geo-diloco start {info.run_dir}")

@@ -1,0 +1,58 @@
+"""`geo-diloco status`: what a run is doing, asked of its syncer, which the invite's bootstraps know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from geo_diloco.cli.options import answer
+
+
+def status(
+    invite: Annotated[str, typer.Argument(help="The run's invite.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Show where a run stands: held-out loss, learners, last rounds, and what it waits for."""
+    from geo_diloco.node import fetch_status
+    from geo_diloco.runtime.invite import Invite
+
+    found = fetch_status(Invite.parse(invite))
+    answer(json.dumps(found) if as_json else status_text(found))
+
+
+def status_text(status: Mapping[str, Any]) -> str:
+    """The same for people. What peers said of themselves is freed of control characters."""
+    state = "finished" if status["finished"] else f"{status['progress']:.0%} done"
+    counts = f"{status['commits']} commits, {status['tokens_total']} tokens merged"
+    lines = [
+        f"run {status['run']} ({_plain(status['name'])}): {state}",
+        f"term {status['term']}, seq {status['seq']}: {counts}",
+    ]
+    if status["heldout"]:
+        seq, loss, _ = status["heldout"][-1]
+        lines.append(f"held-out loss {loss:.4f} nats per token at seq {seq} (first {status['heldout'][0][1]:.4f})")
+    lines.append(
+        f"in {status['bytes_in']} bytes, out {status['bytes_out']} bytes; per parameter and contribution "
+        f"{status['bytes_per_param_up']:.3f} up, {status['bytes_per_param_down']:.3f} down"
+    )
+    lines.append("learners:" if status["learners"] else "no learners yet")
+    for learner in status["learners"]:
+        loss = "-" if learner["loss"] is None else f"{learner['loss']:.4f}"
+        lines.append(
+            f"  {learner['peer'][:8]}  {_plain(learner['host'])}  {'' if learner['connected'] else 'away, '}"
+            f"step {learner['step']}, {learner['tokens_per_s']:.0f} tokens/s, loss {loss}, {_plain(learner['doing'])}"
+        )
+    for item in status["rounds"][-4:]:
+        lines.append(
+            f"  round {item['round']}, fragment {item['fragment']}: {item['participants']} of {item['live']} learners, "
+            f"quorum after {item['quorum_wait_ms']} ms, grace {item['grace_ms']} ms: {_plain(item['reason'])}"
+        )
+    lines += [f"  fragment {item['fragment']} waits: {_plain(item['reason'])}" for item in status["waiting"]]
+    return "\n".join(lines)
+
+
+def _plain(text: object) -> str:
+    return "".join(c if c.isprintable() else "?" for c in str(text))[:200]

@@ -1,0 +1,26 @@
+"""What people write, checked once: run manifests, and this machine's settings. Pydantic reads no file elsewhere."""
+
+from __future__ import annotations
+
+from geo_diloco.config.manifests import load_manifest, manifest_from_bytes, manifest_from_toml, manifest_template
+from geo_diloco.config.peer import (
+    PeerConfig,
+    is_loopback,
+    load_peer_config,
+    peer_config_from,
+    split_announce,
+    state_root,
+)
+
+__all__ = [
+    "PeerConfig",
+    "is_loopback",
+    "load_manifest",
+    "load_peer_config",
+    "manifest_from_bytes",
+    "manifest_from_toml",
+    "manifest_template",
+    "peer_config_from",
+    "split_announce",
+    "state_root",
+]

@@ -1,0 +1,175 @@
+"""This machine's own settings. Nothing here can change what the run agreed on.
+
+Flags win over `GEO_DILOCO_*` environment values, which win over a file; each value remembers where it came from, so
+that a mistake is named as the person wrote it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from platformdirs import user_state_path
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from geo_diloco.config.mistakes import read_toml, sentence
+from geo_diloco.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "GEO_DILOCO_"
+CONFIG_FILE_VARIABLE = "GEO_DILOCO_CONFIG"
+"""Names a TOML file of settings, like `--config`."""
+
+_ListenAddress = Annotated[str, Field(pattern=r"^[^\s/]+$", description="an address of this machine to listen on")]
+_BOOTSTRAP = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/tcp/\d{1,5}/p2p/[1-9A-HJ-NP-Za-km-z]{40,70}")
+BOOTSTRAPS_MAX = 15
+"""An invite has room for 16, and one of them is the founder's own."""
+_Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class PeerConfig(BaseModel):
+    """This machine's business; nothing in it can change what the run agreed on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    run_dir: Path | None = None
+    """Where this peer keeps its files; by default a folder per run among this user's state."""
+    host: _ListenAddress = "127.0.0.1"
+    port: _Port = 31340
+    """TCP port of the HTTP side; 0 takes any free one."""
+    announce: Annotated[
+        str,
+        Field(
+            pattern=r"^$|^([^\s:/\[\]]+|\[[0-9A-Fa-f:]+\])(:\d{1,5})?$",
+            description="HOST or HOST:PORT, as others reach this machine",
+        ),
+    ] = ""
+    bootstraps: Annotated[
+        tuple[str, ...],
+        Field(description=f"up to {BOOTSTRAPS_MAX} multiaddresses such as /ip4/192.0.2.1/tcp/31330/p2p/Qm..."),
+    ] = ()
+    """Where the directory can be reached; a learner's come with its invite."""
+    dht_host: _ListenAddress = "127.0.0.1"
+    """Of the DHT side; `load_peer_config` takes `host` unless it is told otherwise."""
+    dht_port: _Port = 0
+    """TCP port of the DHT side; 0 takes any free one."""
+    device: Annotated[
+        str,
+        Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$", description='"auto", "cpu", "cuda", "cuda:N" or "mps"'),
+    ] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass; weights stay float32."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Of torch; 0 leaves it to torch."""
+    data_dir: Path | None = None
+    """Reads the training data from here instead of the manifest's source."""
+    save_every_s: Annotated[float, Field(ge=0.5, le=86400)] = 10.0
+    """Seconds between a learner's checkpoints."""
+    keep_contributions: bool = False
+    """On the syncer: keep merged contributions, so that a replay can redo the merges."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("run_dir", "data_dir", mode="after")
+    @classmethod
+    def _expand_home(cls, path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        expanded = Path(os.path.expanduser(path))
+        if str(expanded).startswith("~"):
+            raise ValueError("nobody's home")
+        return expanded
+
+    @field_validator("announce", mode="after")
+    @classmethod
+    def _has_a_port_if_any(cls, announce: str) -> str:
+        host, port = split_announce(announce)
+        if announce != host and not 0 < port < 65536:
+            raise ValueError("no such port")
+        return announce
+
+    @field_validator("bootstraps", mode="before")
+    @classmethod
+    def _split_commas(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("bootstraps", mode="after")
+    @classmethod
+    def _are_multiaddresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        if len(addresses) > BOOTSTRAPS_MAX or not all(_BOOTSTRAP.fullmatch(address) for address in addresses):
+            raise ValueError("not the multiaddresses of bootstraps")
+        return addresses
+
+
+_FLAG_NAMES = {"bootstraps": "--bootstrap"}
+
+
+def load_peer_config(
+    flags: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str],
+    file: Path | None = None,
+    flag_names: Mapping[str, str] = _FLAG_NAMES,
+) -> PeerConfig:
+    """The settings of this process. `flags`, by field name, are those that were given, or None; `flag_names` says how
+    a person wrote them where it is not as one would think.
+
+    Raises ConfigError.
+    """
+    if file is None and environment.get(CONFIG_FILE_VARIABLE):
+        file = Path(environment[CONFIG_FILE_VARIABLE])
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if file is not None:
+        values = read_toml(file, ConfigError)
+        origins = {key: f"{file}: {key}" for key in values}
+    for variable, text in sorted(environment.items()):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable != CONFIG_FILE_VARIABLE and text:
+            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            values[key], origins[key] = text, variable
+    for key, value in flags.items():
+        if value is not None:
+            values[key], origins[key] = value, flag_names.get(key, f"--{key.replace('_', '-')}")
+    if "host" in values:
+        values.setdefault("dht_host", values["host"])
+    try:
+        return PeerConfig.model_validate(values)
+    except ValidationError as exc:
+        raise ConfigError(sentence(exc, PeerConfig, origins=origins)) from exc
+
+
+def peer_config_from(settings: Mapping[str, Any]) -> PeerConfig:
+    """The settings that a script gave as keyword arguments; it alone speaks, no environment. Raises ConfigError."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    return load_peer_config(given, environment={}, flag_names={key: key for key in given})
+
+
+def split_announce(announce: str) -> tuple[str, int]:
+    """Host, without brackets, and port of HOST or HOST:PORT; 0 if there is none."""
+    host, colon, port = announce.rpartition(":")
+    if not colon or (announce.startswith("[") and announce.endswith("]")):
+        return announce.strip("[]"), 0
+    return host.strip("[]"), int(port)
+
+
+def state_root() -> Path:
+    """Where this user's runs, demos and bootstrap identity are kept."""
+    return user_state_path("geo_diloco")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a host, `host:port` or multiaddress stays on this machine. A name that isn't known to counts as not."""
+    parts = address.split("/")
+    host = parts[2] if address.startswith("/") and len(parts) > 2 else address
+    if host.count(":") == 1:
+        host = host.partition(":")[0]
+    elif host.startswith("["):
+        host = host[1:].partition("]")[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

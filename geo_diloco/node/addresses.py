@@ -1,0 +1,73 @@
+"""Where this machine listens and how others reach it, from the settings."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from geo_diloco.config import PeerConfig, split_announce
+from geo_diloco.errors import ConfigError
+from geo_diloco.node.rundir import RunDir
+from geo_diloco.runtime.disk import atomic_write
+from geo_diloco.runtime.records import maddr_of, tcp_of_maddr
+
+_ANY = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectoryAddresses:
+    """Multiaddrs for `Directory.start`."""
+
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+
+
+def http_address(config: PeerConfig, bound_port: int) -> str:
+    """`host:port` under which others reach this peer's HTTP side. Raises ConfigError if that can't be known."""
+    if config.announce:
+        host, port = split_announce(config.announce)
+        return f"{f'[{host}]' if ':' in host else host}:{port or bound_port}"
+    if config.host in _ANY:
+        raise ConfigError(f"host = {config.host}: listening everywhere needs --announce HOST, as others reach it")
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{host}:{bound_port}"
+
+
+def directory_addresses(config: PeerConfig) -> DirectoryAddresses:
+    """Where p2pd listens; a port is picked here if it has to be announced."""
+    port = config.dht_port
+    announce: tuple[str, ...] = ()
+    if config.announce and config.dht_host in _ANY:
+        port = port or _free_port(config.dht_host)
+        announce = (maddr_of(split_announce(config.announce)[0], port),)
+    return DirectoryAddresses(listen=(maddr_of(config.dht_host, port),), announce=announce)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Where an earlier process of this run directory listened; 0 if that is not known."""
+
+    http: int = 0
+    dht: int = 0
+
+
+def read_ports(run_dir: RunDir) -> Ports:
+    try:
+        said = json.loads(run_dir.ports.read_bytes())
+        return Ports(http=int(said["http"]), dht=int(said["dht"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Ports()
+
+
+def write_ports(run_dir: RunDir, *, http: int, maddrs: Sequence[str]) -> None:
+    ports = [place[1] for maddr in maddrs if (place := tcp_of_maddr(maddr)) is not None]
+    atomic_write(run_dir.ports, json.dumps({"http": http, "dht": ports[0] if ports else 0}).encode())
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port

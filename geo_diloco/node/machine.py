@@ -1,0 +1,39 @@
+"""What this machine is called, and what it computes on."""
+
+from __future__ import annotations
+
+import platform
+import socket
+
+import torch
+
+from geo_diloco.errors import ConfigError
+from geo_diloco.protocol.peer import HelloFacts
+
+
+def hello_facts(address: str = "", device: torch.device | None = None) -> HelloFacts:
+    """Said to the syncer, for `status`."""
+    from geo_diloco import __version__
+
+    name = socket.gethostname()[:64]
+    host = name if device is None else f"{name} ({device})"
+    software = f"geo_diloco {__version__}, torch {torch.__version__}, {platform.system()}"
+    return HelloFacts(host=host, software=software, address=address)
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto` takes an accelerator if there is one. Raises ConfigError for one that is not there."""
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {wanted}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"--device {wanted}: not available on this machine")
+    return device
+
+
+def pick_dtype(wanted: str) -> torch.dtype:
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32

@@ -1,0 +1,336 @@
+"""A fragment as bytes and back: none, bf16, int8 and int4 frames, zstd level 1 last.
+
+Apart from everything else because these are the only bytes of a peer that become numbers: what a frame declares is
+checked against the layout, part by part, before anything is allocated by it. Encoding is lossy and
+only one peer does it per frame; decoding is what everyone must agree on to the bit. It is one multiply, `q * scale`,
+and the encoder keeps it exact: scales have 8 significant bits (float32 whose low half is zero, rounded *up* from
+absmax / qmax), q has at most 7, so the product needs no rounding, fused or not, on any device.
+
+Frame, little-endian: header (`_HEADER`), one uint32 length per part, the parts. The fragment is cut into chunks of
+262,144 elements; each chunk has the parts
+
+    none        raw float32
+    bf16        high bytes | low bytes                       (rounded to nearest even)
+    int8, int4  scales (high bytes then low bytes) | q       (int4: two to a byte, first in the low half, stored + 8)
+
+A block's scale is shared by `block` consecutive elements; the last block of a fragment may be short. Scratch buffers
+are reused, per thread; everything runs on the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from torch import Tensor
+
+from geo_diloco.errors import (
+    FrameError,
+    FrameLayoutError,
+    FrameLengthError,
+    ManifestError,
+    OversizedFrame,
+    TruncatedFrame,
+)
+from geo_diloco.manifest import CodecName, CodecSpec, Digest
+from geo_diloco.numerics import quantize
+from geo_diloco.numerics.quantize import BLOCK_SIZES, CHUNK_ELEMENTS, Floats, Octets, num_blocks
+
+Bytes = bytes | bytearray | memoryview
+
+_MAGIC: Final = b"GDF1"
+_HEADER: Final = struct.Struct("<4sBxHIQI32s")
+"""Magic, codec, padding, block, fragment, num_elements, num_parts, layout digest."""
+_CODEC_IDS: Final[dict[CodecName, int]] = {"none": 0, "bf16": 1, "int8": 2, "int4": 3}
+_CODEC_NAMES: Final = {number: name for name, number in _CODEC_IDS.items()}
+_QMAX: Final[dict[CodecName, int]] = {"int8": 127, "int4": 7}
+_NUM_ELEMENTS_MAX: Final = 1 << 40
+_WINDOW_BYTES_MIN: Final = 1024
+"""zstd's own smallest window."""
+
+
+@dataclass(frozen=True)
+class FrameHeader:
+    """What a frame says about itself; nothing of it is trusted before it is compared with the layout."""
+
+    codec: CodecName
+    block: int
+    """0 for `none` and `bf16`."""
+    fragment: int
+    num_elements: int
+    layout_digest: Digest
+    part_bytes: tuple[int, ...]
+    """Compressed length of every part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    data: memoryview
+    wanted: int
+    """Decompressed length."""
+
+
+def encode(vector: Tensor, spec: CodecSpec, *, layout_digest: Digest, fragment: int) -> bytes:
+    """The frame of a flat float32 CPU vector. NonFiniteFrame if a value is NaN or infinite: it can't be sent.
+
+    Largest error: none 0; bf16 2^-8 of the value; int8 and int4 half a scale, scale <= (1 + 2^-7) * absmax / qmax of
+    the block. Blocks whose scale would be subnormal become 0.
+    """
+    _check_spec(spec)
+    if vector.dtype != torch.float32 or vector.device.type != "cpu" or vector.dim() != 1 or not len(vector):
+        raise FrameLayoutError(
+            f"a vector of {tuple(vector.shape)} {vector.dtype} on {vector.device}: frames are made of flat, non-empty "
+            "torch.float32 vectors on cpu"
+        )
+    values: Floats = np.ascontiguousarray(vector.detach().numpy())
+    block = spec.block if spec.name in _QMAX else 0
+    num_parts = _num_parts(spec.name, len(values))
+    header = _HEADER.pack(
+        _MAGIC, _CODEC_IDS[spec.name], block, fragment, len(values), num_parts, bytes.fromhex(layout_digest)
+    )
+    frame = io.BytesIO()  # parts go where they belong at once: joining them in the end costs a tenth more
+    frame.write(header + bytes(4 * num_parts))
+    part_bytes: list[int] = []
+    for start in range(0, len(values), CHUNK_ELEMENTS):
+        for plane in _planes(values[start : start + CHUNK_ELEMENTS], spec):
+            part_bytes.append(frame.write(_zstd.compressor.compress(plane.data)))
+    frame.seek(len(header))
+    frame.write(struct.pack(f"<{num_parts}I", *part_bytes))
+    return frame.getvalue()
+
+
+def decode(
+    frame: Bytes,
+    *,
+    num_elements: int,
+    layout_digest: Digest,
+    fragment: int,
+    spec: CodecSpec | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The float32 vector that every peer gets from these bytes, to the bit.
+
+    `num_elements`, `layout_digest` and `fragment` say what is wanted; `spec`, if given, which codec. A subclass of
+    FrameError if the frame is anything else; what is allocated before that is bounded by the *wanted* size, and the
+    vector itself comes last. `out` is written to and returned if given (its contents are void after an error).
+    """
+    view = memoryview(frame).cast("B")
+    header = _read_header(view)
+    _check_wanted(header, num_elements, layout_digest, fragment, spec)
+    parts = _checked_parts(view, _with_table(view, header))
+    if header.codec in _QMAX:  # all scales before the vector: they are small, and most lies show here
+        qmax = _QMAX[header.codec]
+        scales = [quantize.scales_from_planes(_decompress(part), qmax) for part in parts[::2]]
+    values: Floats = np.empty(num_elements, dtype=np.float32) if out is None else _writable(out, num_elements)
+    for index, start in enumerate(range(0, num_elements, CHUNK_ELEMENTS)):
+        chunk = values[start : start + CHUNK_ELEMENTS]
+        if header.codec == "none":
+            np.copyto(chunk.view(np.uint8), _decompress(parts[index]))
+            quantize.check_finite(chunk, _scratch)
+        elif header.codec == "bf16":
+            high, low = parts[2 * index : 2 * index + 2]
+            quantize.values_from_planes(_decompress(high), _decompress(low), chunk, _scratch)
+        else:
+            _decode_codes(parts[2 * index + 1], scales[index], header, chunk)
+    return torch.from_numpy(values) if out is None else out
+
+
+def inspect(frame: Bytes) -> FrameHeader:
+    """Read the header and the table of parts, and check that the parts fill the frame exactly."""
+    view = memoryview(frame).cast("B")
+    return _with_table(view, _read_header(view))
+
+
+def frame_size_max(num_elements: int) -> int:
+    """No valid frame of that many elements, whatever its codec, is longer: for admission before an upload."""
+    num_chunks = _num_chunks(num_elements)
+    if num_chunks == 0:
+        return 0
+    last = num_elements - (num_chunks - 1) * CHUNK_ELEMENTS
+    raw = (num_chunks - 1) * _compressed_max(4 * CHUNK_ELEMENTS) + _compressed_max(4 * last)
+    return _HEADER.size + raw + num_chunks * 2 * (4 + _compressed_max(0))
+
+
+# ---- chunks ------------------------------------------------------------------------------------------------------
+
+
+def _planes(values: Floats, spec: CodecSpec) -> Iterator[NDArray[Any]]:
+    """What the parts of a chunk hold, uncompressed; each is good until the next is asked for."""
+    if spec.name == "none":
+        quantize.check_finite(values, _scratch)
+        yield values
+    elif spec.name == "bf16":
+        yield from quantize.planes_from_values(values, _scratch)
+    else:
+        scales, codes = quantize.codes_from_values(values, _QMAX[spec.name], spec.block, _scratch)
+        yield scales
+        yield codes if spec.name == "int8" else quantize.pack_nibbles(codes, _scratch)
+
+
+def _decode_codes(part: _Part, scales: Floats, header: FrameHeader, out: Floats) -> None:
+    data = _decompress(part)
+    if header.codec == "int8":
+        codes = quantize.check_int8(data.view(np.int8))
+    else:
+        codes = quantize.unpack_nibbles(data, len(out), _scratch)
+    quantize.values_from_codes(codes, scales, header.block, out, _scratch)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def _read_header(view: memoryview) -> FrameHeader:
+    """The fixed part, with an empty table."""
+    if len(view) < _HEADER.size:
+        raise TruncatedFrame(f"a frame of {len(view)} bytes: the header alone takes {_HEADER.size}")
+    magic, number, block, fragment, num_elements, num_parts, digest = _HEADER.unpack_from(view)
+    if magic != _MAGIC:
+        raise FrameError(f"not a codec frame: it begins with {magic!r}, not {_MAGIC!r}")
+    if number not in _CODEC_NAMES:
+        raise FrameLayoutError(f"codec number {number} is unknown: {_CODEC_NAMES} are known")
+    codec = _CODEC_NAMES[number]
+    if block not in (BLOCK_SIZES if codec in _QMAX else (0,)):
+        raise FrameLayoutError(f"codec {codec} with block {block}: {_blocks_allowed(codec)}")
+    if not 1 <= num_elements <= _NUM_ELEMENTS_MAX:
+        raise FrameLengthError(f"a frame of {num_elements} elements: 1 to {_NUM_ELEMENTS_MAX} are possible")
+    if num_parts != _num_parts(codec, num_elements):
+        raise FrameLengthError(
+            f"{num_parts} parts: {num_elements} elements of codec {codec} make {_num_parts(codec, num_elements)}"
+        )
+    return FrameHeader(codec, block, fragment, num_elements, Digest(digest.hex()), ())
+
+
+def _with_table(view: memoryview, header: FrameHeader) -> FrameHeader:
+    num_parts = _num_parts(header.codec, header.num_elements)
+    body = _HEADER.size + 4 * num_parts
+    if len(view) < body:
+        raise TruncatedFrame(f"a frame of {len(view)} bytes: header and part lengths take {body}")
+    part_bytes = struct.unpack_from(f"<{num_parts}I", view, _HEADER.size)
+    total = body + sum(part_bytes)
+    if len(view) < total:
+        raise TruncatedFrame(f"a frame of {len(view)} bytes: it declares {total}")
+    if len(view) > total:
+        raise FrameLengthError(f"a frame of {len(view)} bytes: it declares {total}")
+    return replace(header, part_bytes=part_bytes)
+
+
+def _writable(out: Tensor, num_elements: int) -> Floats:
+    if out.dtype != torch.float32 or tuple(out.shape) != (num_elements,) or not out.is_contiguous():
+        raise FrameLayoutError(f"out is {tuple(out.shape)} {out.dtype}: ({num_elements},) torch.float32 was wanted")
+    values: Floats = out.detach().numpy()
+    return values
+
+
+def _num_parts(codec: CodecName, num_elements: int) -> int:
+    return _num_chunks(num_elements) * (1 if codec == "none" else 2)
+
+
+def _check_spec(spec: CodecSpec) -> None:
+    if spec.name not in _CODEC_IDS:
+        raise ManifestError(f"codec name = {spec.name!r}: one of {', '.join(_CODEC_IDS)} is allowed")
+    if spec.name in _QMAX and spec.block not in BLOCK_SIZES:
+        raise ManifestError(f"codec block = {spec.block!r}: {_blocks_allowed(spec.name)}")
+
+
+def _blocks_allowed(codec: CodecName) -> str:
+    return f"one of {', '.join(map(str, BLOCK_SIZES))} is allowed" if codec in _QMAX else "it has no blocks"
+
+
+def _check_wanted(
+    header: FrameHeader, num_elements: int, layout_digest: Digest, fragment: int, spec: CodecSpec | None
+) -> None:
+    if header.layout_digest != layout_digest:
+        raise FrameLayoutError(f"made for layout {header.layout_digest[:12]}: this run has {layout_digest[:12]}")
+    if header.fragment != fragment:
+        raise FrameLayoutError(f"made for fragment {header.fragment}: fragment {fragment} was wanted")
+    if header.num_elements != num_elements:
+        raise FrameLengthError(f"{header.num_elements} elements: fragment {fragment} has {num_elements}")
+    if spec is not None:
+        block = spec.block if spec.name in _QMAX else 0
+        if (header.codec, header.block) != (spec.name, block):
+            raise FrameLayoutError(
+                f"codec {header.codec} with block {header.block}: {spec.name} with block {block} was agreed"
+            )
+
+
+def _checked_parts(view: memoryview, header: FrameHeader) -> list[_Part]:
+    """The parts, each of which says that it holds exactly what the layout wants (zstd frame headers; no contents)."""
+    parts: list[_Part] = []
+    offset = _HEADER.size + 4 * len(header.part_bytes)
+    for size, wanted in zip(header.part_bytes, _raw_sizes(header), strict=True):
+        part = view[offset : offset + size]
+        offset += size
+        if size > _compressed_max(wanted):
+            raise FrameLengthError(f"a part of {size} bytes for {wanted} bytes of data: it can't be that long")
+        try:
+            parameters = zstandard.get_frame_parameters(part)
+        except zstandard.ZstdError as exc:
+            raise FrameError(f"a part that is not zstd data: {exc}") from exc
+        declared = parameters.content_size
+        if declared == zstandard.CONTENTSIZE_UNKNOWN:
+            raise FrameLengthError("a part that doesn't say how long it is decompressed")
+        if declared > wanted:
+            raise OversizedFrame(f"a part that would decompress to {declared} bytes: {wanted} are wanted")
+        if declared < wanted:
+            raise FrameLengthError(f"a part that would decompress to {declared} bytes: {wanted} are wanted")
+        if parameters.window_size > max(wanted, _WINDOW_BYTES_MIN) or parameters.dict_id:
+            raise OversizedFrame(f"a part that needs a window of {parameters.window_size} bytes or a dictionary")
+        parts.append(_Part(part, wanted))
+    return parts
+
+
+def _raw_sizes(header: FrameHeader) -> Iterator[int]:
+    """Decompressed length of every part, from codec, block and element count alone."""
+    for start in range(0, header.num_elements, CHUNK_ELEMENTS):
+        size = min(CHUNK_ELEMENTS, header.num_elements - start)
+        if header.codec == "none":
+            yield 4 * size
+        elif header.codec == "bf16":
+            yield size
+            yield size
+        else:
+            yield 2 * num_blocks(size, header.block)
+            yield size if header.codec == "int8" else (size + 1) // 2
+
+
+def _num_chunks(num_elements: int) -> int:
+    return (num_elements + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
+
+
+def _compressed_max(size: int) -> int:
+    """Longest zstd frame for `size` bytes: ZSTD_compressBound, rounded up, and 64 bytes."""
+    return size + size // 128 + 64
+
+
+# ---- zstd --------------------------------------------------------------------------------------------------------
+
+
+class _Zstd(threading.local):
+    """One thread's contexts."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=False, write_content_size=True)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd: Final = _Zstd()
+_scratch: Final = quantize.Scratch()
+
+
+def _decompress(part: _Part) -> Octets:
+    """The part was checked to declare `part.wanted` bytes, so that this allocates no more than a chunk."""
+    try:
+        data = _zstd.decompressor.decompress(part.data, max_output_size=part.wanted, allow_extra_data=False)
+    except zstandard.ZstdError as exc:
+        raise FrameError(f"a part that is not valid zstd data: {exc}") from exc
+    if len(data) != part.wanted:
+        raise FrameLengthError(f"a part decompressed to {len(data)} bytes: it declared {part.wanted}")
+    return np.frombuffer(data, dtype=np.uint8)

@@ -1,0 +1,144 @@
+"""What M outer gradients become: one, in the memory of one.
+
+Apart from everything else because it is the only place where the work of several learners meets, and because its
+memory must not grow with their number: per contribution one pass adds to a running sum, and nothing else is kept.
+Two rules, over a fragment's outer gradients g_m (pointing uphill) with token weights w_m (arXiv 2604.21428):
+
+    mean   sum(w g) / sum(w)
+    rda    R * phi(U),  R = sum(w |g|) / sum(w),  U = sum(w phi(g)) / sum(w),  phi(x) = x / |x|, phi(0) = 0
+
+`rda` is taken tensor by tensor, so that one loud tensor doesn't drown the direction of the others; embeddings, whose
+rows are touched by few tokens, take `mean`. Norms accumulate in float64. Contributions are added in sorted order of
+peer id by the caller: the same inputs then give the same bits on the same machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geo_diloco.errors import LayoutError, LocalProtocolError, NonFiniteFrame
+from geo_diloco.manifest import LateForm, MergeRule
+from geo_diloco.numerics.fragments import Layout
+
+_DIRECTION_MIN: Final = 1e-12
+"""|U| below this has no direction: the learners cancel out."""
+_FACTOR_MAX: Final = 1e30
+"""A factor above this might overflow float32: the tensor is scaled in float64 instead."""
+_NORM_ELEMENTS: Final = 8192
+"""Elements per float64 dot product: in cache, and few enough that BLAS stays on the calling thread."""
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """`gradient`: what the outer step consumes. `num_degenerate`: tensors whose directions cancelled to nothing."""
+
+    gradient: Tensor
+    num_degenerate: int
+
+
+def token_weight(tokens: int, steps: int) -> float:
+    """tokens * (tokens / steps): many tokens count, and so do large steps; 0 without a step. Not normalised."""
+    if tokens <= 0 or steps <= 0:
+        return 0.0
+    return tokens * (tokens / steps)
+
+
+def outer_gradient(delta: Tensor, *, form: LateForm, drift: Tensor | None) -> Tensor:
+    """A learner's outer gradient from its decoded delta d.
+
+    `drift` is Theta_now - Theta_base, None while the base is current. `base-relative`: -d, whatever the drift;
+    `paper`: Theta_now - (Theta_base + d), which for late work pulls back towards the old base.
+    """
+    if form == "paper" and drift is not None:
+        return torch.sub(drift, delta)
+    return torch.neg(delta)
+
+
+def l2_norm(vector: Tensor) -> float:
+    """L2 norm, accumulated in float64; NaN or infinity if a value is."""
+    values = vector.detach().numpy()
+    work = np.empty(min(_NORM_ELEMENTS, len(values)))
+    total = 0.0
+    for start in range(0, len(values), _NORM_ELEMENTS):
+        part = values[start : start + _NORM_ELEMENTS]
+        wide = work[: len(part)]
+        np.copyto(wide, part)
+        total += float(np.dot(wide, wide))
+    return math.sqrt(total)
+
+
+class StreamingMerge:
+    """One fragment's merge. `add` each contribution in sorted order of peer id, then take `result` once."""
+
+    def __init__(self, layout: Layout, fragment: int, rule: MergeRule) -> None:
+        """Starts from nothing; takes one vector of the fragment's size."""
+        self._specs = layout.of(fragment)
+        self._by_mean = [rule == "mean" or spec.embedding for spec in self._specs]
+        self._sums = torch.zeros(layout.num_elements[fragment], dtype=torch.float32)
+        self._norms = [0.0] * len(self._specs)
+        self._weights = 0.0
+        self._unit: float | None = None
+        self._num_added = 0
+
+    def add(self, gradient: Tensor, weight: float) -> None:
+        """Add one outer gradient with its token weight (not normalised, >= 0). `gradient` is not kept.
+
+        NonFiniteFrame, and nothing is added, if the gradient holds NaN or infinity.
+        """
+        if gradient.shape != self._sums.shape or gradient.dtype != torch.float32:
+            raise LayoutError(
+                f"an outer gradient of {tuple(gradient.shape)} {gradient.dtype}: this fragment is "
+                f"{tuple(self._sums.shape)} torch.float32"
+            )
+        if not (math.isfinite(weight) and weight >= 0.0):
+            raise LocalProtocolError(f"a merge weight of {weight}: it must be finite and not negative")
+        slices = [slice(spec.offset, spec.offset + spec.num_elements) for spec in self._specs]
+        norms = [l2_norm(gradient[where]) for where in slices]
+        if not all(map(math.isfinite, norms)):
+            raise NonFiniteFrame("an outer gradient with a value that is NaN or infinite")
+        self._num_added += 1
+        if weight == 0.0:
+            return
+        if self._unit is None:
+            self._unit = weight  # sums are kept in units of the first weight: near 1, whatever tokens^2 / steps is
+        share = weight / self._unit
+        self._weights += share
+        for index, (where, norm) in enumerate(zip(slices, norms, strict=True)):
+            self._norms[index] += share * norm
+            if self._by_mean[index]:
+                _add_scaled(self._sums[where], gradient[where], share)
+            elif norm > 0.0:
+                _add_scaled(self._sums[where], gradient[where], share / norm)
+
+    def result(self) -> MergeResult:
+        """The merged gradient; this object must not be used again. Zero if all weights were zero."""
+        if not self._num_added:
+            raise LocalProtocolError("a merge of nothing: add at least one outer gradient")
+        if self._weights == 0.0:
+            return MergeResult(self._sums, len(self._specs))
+        num_degenerate = 0
+        for index, spec in enumerate(self._specs):
+            sums = self._sums[spec.offset : spec.offset + spec.num_elements]
+            if self._by_mean[index]:
+                sums.mul_(1.0 / self._weights)
+                continue
+            length = l2_norm(sums)
+            if length / self._weights < _DIRECTION_MIN:
+                sums.zero_()
+                num_degenerate += 1
+            else:
+                sums.mul_(self._norms[index] / self._weights / length)
+        return MergeResult(self._sums, num_degenerate)
+
+
+def _add_scaled(sums: Tensor, gradient: Tensor, factor: float) -> None:
+    if factor > _FACTOR_MAX:
+        sums.add_(gradient.double().mul_(factor).float())
+    else:
+        sums.add_(gradient, alpha=factor)

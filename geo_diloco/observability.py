@@ -1,0 +1,170 @@
+"""What a peer shows of itself: an event log for people and programs, and the status that `status` and the demo read.
+
+The shell logs, the core does not: it hands out `Note`s. One JSON object a line; a topic that says the same again is
+logged when it changes, so a wait of an hour is one line. No tensors, keys or admission tokens end up here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from geo_diloco.errors import GeoDilocoError
+from geo_diloco.protocol.status import LearnerStatus, PeerStatus, RoundStatus
+
+Level = Literal["debug", "info", "warning", "error"]
+_RANK: Mapping[str, int] = {"debug": 0, "info": 1, "warning": 2, "error": 3}
+TOPICS_MAX = 1024
+ROUNDS_SHOWN = 12
+
+
+class EventLog:
+    """JSON lines into a file, and for people to a stream. Safe from any thread: one line is one write.
+
+    Nobody's run ends because nobody can read its log: a full disk costs lines, a reader that went away the stream.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        level: str = "info",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._rank = _RANK.get(level, 1)
+        self._stream = stream
+        self._clock = clock
+        self._last: dict[str, str] = {}
+
+    def note(self, topic: str, text: str, *, level: Level = "info", **facts: object) -> None:
+        """Log it unless this topic's last line said the same."""
+        if self._last.get(topic) == text:
+            return
+        if len(self._last) >= TOPICS_MAX:
+            self._last.clear()
+        self._last[topic] = text
+        if _RANK[level] < self._rank:
+            return
+        self._write({"at": round(self._clock(), 3), "level": level, "topic": topic, "text": text, **facts})
+
+    def failure(self, topic: str, failure: BaseException) -> None:
+        """An exception: ours on purpose by its code, any other with its traceback."""
+        if isinstance(failure, GeoDilocoError):
+            self.note(topic, f"{failure.code}: {failure}", level="error")
+            return
+        trace = "".join(traceback.format_exception(failure))
+        self.note(topic, f"{type(failure).__name__}: {failure}", level="error", traceback=trace)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, record: dict[str, object]) -> None:
+        with suppress(OSError):  # a full disk or a closed terminal must not end what it is told about
+            if self._fd >= 0:
+                os.write(self._fd, json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n")
+        # ValueError: closed; RuntimeError: a signal came while this thread was writing to the very stream
+        with suppress(OSError, ValueError, RuntimeError):
+            if self._stream is not None:
+                print(f"{record['topic']}: {record['text']}", file=self._stream, flush=True)
+
+
+def stderr_log(path: Path | None, *, level: str) -> EventLog:
+    """The log of a process that a person started: into its file, and readable on stderr."""
+    return EventLog(path, level=level, stream=sys.stderr)
+
+
+@dataclass
+class Counters:
+    """Bytes this process moved, and what they carried. `*_params`: elements of fragments sent one way as a whole."""
+
+    started_at: float = field(default_factory=time.monotonic)
+    up_bytes: int = 0
+    """Encoded contributions that arrived."""
+    up_params: int = 0
+    down_bytes: int = 0
+    """Encoded updates that were made."""
+    down_params: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+
+def status_json(
+    status: PeerStatus, counters: Counters, *, run: str, name: str, peer: str, heldout_at: Mapping[int, float]
+) -> dict[str, Any]:
+    """The JSON of `GET /v1/status`. `heldout_at`: seconds since the run opened at which each record was sealed."""
+    return {
+        "run": run,
+        "name": name,
+        "peer": peer,
+        "role": status.role,
+        "term": status.term,
+        "seq": status.seq,
+        "finished": status.finished is not None,
+        "finish_reason": status.finished,
+        "heldout": [[seq, loss, round(heldout_at.get(seq, 0.0), 3)] for seq, loss in status.heldout],
+        "tokens_total": status.tokens_total,
+        "commits": status.num_commits,
+        "progress": status.progress,
+        "learners": [_learner_json(learner) for learner in status.learners],
+        "rounds": [_round_json(each) for each in status.rounds[-ROUNDS_SHOWN:]],
+        "waiting": [{"fragment": each.fragment, "reason": each.reason} for each in status.waiting],
+        "versions": list(status.versions),
+        "bytes_in": counters.bytes_in,
+        "bytes_out": counters.bytes_out,
+        "bytes_per_param_up": _share(counters.up_bytes, counters.up_params),
+        "bytes_per_param_down": _share(counters.down_bytes, counters.down_params),
+        "uptime_s": round(counters.uptime_s, 3),
+    }
+
+
+def _learner_json(learner: LearnerStatus) -> dict[str, Any]:
+    tokens_per_step = learner.tokens / learner.step if learner.step else 0.0
+    return {
+        "peer": learner.peer,
+        "host": learner.host,
+        "connected": learner.connected,
+        "step": learner.step,
+        "tokens": learner.tokens,
+        "tokens_per_s": round(tokens_per_step * 1e6 / learner.step_time_us, 1) if learner.step_time_us else 0.0,
+        "loss": learner.loss,
+        "step_time_ms": learner.step_time_us / 1000,
+        "doing": learner.doing,
+    }
+
+
+def _round_json(each: RoundStatus) -> dict[str, Any]:
+    return {
+        "round": each.round,
+        "fragment": each.fragment,
+        "version": each.version,
+        "participants": each.participants,
+        "live": each.live,
+        "quorum_wait_ms": each.quorum_wait_ms,
+        "grace_ms": each.grace_ms,
+        "reason": each.reason,
+    }
+
+
+def _share(amount: int, of: int) -> float:
+    return round(amount / of, 6) if of else 0.0
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 for none."""
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,347 @@
+"""What the core hears: facts. What it asks for is in `effects.py`.
+
+`Peer.handle(event, now) -> effects` is the only way in and out. Events go onto the tape, so they hold integers,
+floats, strings and messages only: no tensors, sockets or clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.protocol.messages import (
+    BlobRef,
+    Contribution,
+    ContributionId,
+    Entry,
+    FragmentHead,
+    Message,
+)
+
+# ---- events: everyone --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The deadline asked for has come. Too early or twice is harmless."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryArrived:
+    """An entry whose signature and digest the shell has verified. In any order; repeats are ignored."""
+
+    entry: Entry
+    digest: Digest
+    signer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotLoaded:
+    """Where this peer's outer state stands, from a snapshot (its own disk or a donor's). First event of a peer that
+    did not found the run; later again if a fragment had to be replaced."""
+
+    branch: BranchId
+    term: Term
+    seq: Seq
+    head_digest: Digest
+    heads: tuple[FragmentHead, ...]
+    num_elements: tuple[int, ...]
+    layout_digest: Digest
+    tokens_per_fragment: tuple[int, ...]
+    progress: float
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A control connection is up, its peer's identity proven (on the syncer: after its first valid envelope)."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message whose envelope (signature, run, nonce, number, `to`) the shell has verified."""
+
+    sender: PeerId
+    branch: BranchId
+    term: Term
+    boot: BootId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The owner of this process wants it to leave (SIGINT, SIGTERM, end of the script)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFetched:
+    """The update blob of (fragment, version) is here, whole and verified."""
+
+    fragment: FragmentId
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateLost:
+    """No donor has that update any more: only a snapshot helps."""
+
+    fragment: FragmentId
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The fold took the update; the digests were those of the commit."""
+
+    fragment: FragmentId
+    version: Version
+    state_digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyFailed:
+    fragment: FragmentId
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentReplaced:
+    """A snapshot of one fragment, verified, took the place of the updates up to `version`."""
+
+    fragment: FragmentId
+    version: Version
+    state_digest: Digest
+
+
+# ---- events: syncer ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """Found the run: append `found` and `open`. First event of a founder's first start."""
+
+    state_digests: tuple[Digest, ...]
+    momentum_digests: tuple[Digest, ...]
+    num_elements: tuple[int, ...]
+    layout_digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Go on as syncer in the next term, from the state that SnapshotLoaded and the entries after it gave."""
+
+    away_ms: int = 0
+    """Since the chain's last entry, as well as this machine knows: learners have trained on meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The entry asked for is signed and on disk."""
+
+    seq: Seq
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class BlobArrived:
+    """Every piece of an announced blob is here and verified (also when it already was)."""
+
+    blob: BlobRef
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionChecked:
+    """A contribution's frame is decodable for its fragment (or why not)."""
+
+    id: ContributionId
+    ok: bool
+    reason: str
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The merge and outer step asked for are done and on disk, not yet committed."""
+
+    fragment: FragmentId
+    round: int
+    attempt: int
+    update: BlobRef
+    state_digest: Digest
+    momentum_digest: Digest
+    rbar: float
+    rho: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MergeFailed:
+    """The merge could not be done; nothing changed. `culprit` is the contribution to leave out, if one is."""
+
+    fragment: FragmentId
+    round: int
+    attempt: int
+    reason: str
+    culprit: PeerId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Held-out loss (mean nats per token) of Theta as of `seq`; none if it could not be measured."""
+
+    seq: Seq
+    loss: float | None
+
+
+# ---- events: learner ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UndecidedAccount:
+    """A contribution without a decision, as saved: what the learner needs to go on with it."""
+
+    contribution: Contribution
+    scale_ppm: int
+    """Product of the s since sampling, in parts per million."""
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentAccount:
+    """A learner's books on one fragment, in inner steps and tokens of its own."""
+
+    adopted_version: Version
+    first_step: int
+    """Last step of its last merged contribution: where the next one's range begins."""
+    adopted_step: int
+    adopted_tokens: int
+    """Own counts at the last adoption; fresh counts are measured from here."""
+    unmerged: int
+    """Tokens the replica carries beyond Theta, not in flight, up to `mark`."""
+    mark: int
+    """Own token count up to which `unmerged` is complete."""
+    undecided: UndecidedAccount | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A learner's own checkpoint was loaded. Comes after SnapshotLoaded and before anything else of the learner.
+
+    `lost_steps`, `lost_tokens`: trained after the checkpoint by the process that died, by its own tape.
+    """
+
+    step: int
+    tokens: int
+    accounts: tuple[FragmentAccount, ...]
+    lost_steps: int
+    lost_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """An inner step is complete. Counts are cumulative over the learner's life; `cursor` over the current allotment."""
+
+    step: int
+    tokens: int
+    step_time_us: int
+    loss: float | None
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTaken:
+    """The training thread copied fragment minus anchor at the end of inner step `step`."""
+
+    fragment: FragmentId
+    round: int
+    step: int
+    tokens: int
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaEncoded:
+    """The sampled delta is encoded and in the blob store."""
+
+    fragment: FragmentId
+    round: int
+    blob: BlobRef
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class UploadDone:
+    """The syncer has confirmed every piece."""
+
+    blob: BlobRef
+    bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadFailed:
+    """It was refused for good (not: the connection broke; the shell resumes by itself)."""
+
+    blob: BlobRef
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The training thread took the new version into its model at the end of inner step `step`."""
+
+    fragment: FragmentId
+    version: Version
+    step: int
+    tokens: int
+    scale_ppm: int
+    """s of numerics.md 5, in parts per million."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The training thread copied model and optimizer for checkpoint `save`, at the end of inner step `step`."""
+
+    save: int
+    step: int
+    tokens: int
+
+
+Event = (
+    Tick
+    | EntryArrived
+    | SnapshotLoaded
+    | Connected
+    | Disconnected
+    | Received
+    | StopRequested
+    | UpdateFetched
+    | UpdateLost
+    | Applied
+    | ApplyFailed
+    | FragmentReplaced
+    | FoundRun
+    | Serve
+    | Sealed
+    | BlobArrived
+    | ContributionChecked
+    | Merged
+    | MergeFailed
+    | Evaluated
+    | Resumed
+    | StepDone
+    | SampleTaken
+    | DeltaEncoded
+    | UploadDone
+    | UploadFailed
+    | Adopted
+    | Saved
+)

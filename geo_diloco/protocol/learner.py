@@ -1,0 +1,495 @@
+"""What a learner decides: when to sample, what to hand in first, what to adopt, and where its tokens are.
+
+The training thread only reports inner-step boundaries and obeys; the books (`accounts.py`) are kept here. A learner
+never waits for anyone: it samples when a round asks and it has something new to show, uploads one contribution at a
+time (newest round first), and adopts versions in order. One undecided contribution per fragment: it samples p again
+only after the earlier one was merged or refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from geo_diloco.manifest import Digest, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
+from geo_diloco.protocol.accounts import Account
+from geo_diloco.protocol.effects import (
+    Adopt,
+    Effect,
+    ForgetBlob,
+    Note,
+    PersistAccounts,
+    Reset,
+    Send,
+    StartTraining,
+    TakeSample,
+    TokensDropped,
+    TokensMerged,
+    Upload,
+)
+from geo_diloco.protocol.events import (
+    Adopted,
+    DeltaEncoded,
+    Resumed,
+    SampleTaken,
+    Saved,
+    SnapshotLoaded,
+    StepDone,
+    UploadDone,
+    UploadFailed,
+)
+from geo_diloco.protocol.follow import Step
+from geo_diloco.protocol.ledger import NO_SEQ, Ledger, id_of
+from geo_diloco.protocol.messages import (
+    Allotment,
+    BlobRef,
+    Commit,
+    Contribution,
+    ContributionId,
+    Decision,
+    Entry,
+    Finished,
+    FragmentHead,
+    Message,
+    Participant,
+    Progress,
+    RoundOpen,
+    Sampled,
+    Welcome,
+)
+from geo_diloco.protocol.status import FragmentTokens
+
+PROGRESS_EVERY_MS = 1000
+
+
+@dataclass(slots=True)
+class _Adoption:
+    """An adoption ordered from the training thread: what it will mean for the books."""
+
+    step: Step
+    taken: tuple[Participant, ...]
+    """Our participations in its commits, oldest first."""
+    remembered: bool
+    """Whether all we took part with is the contribution in our books."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """The chain after one entry."""
+
+    term: Term
+    seq: Seq
+    head_digest: Digest
+    tokens_per_fragment: tuple[int, ...]
+    progress: float
+    commit: tuple[FragmentId, Version] | None
+
+
+class Learner:
+    """The learner's part of a peer. Methods return effects; `peer.Peer` routes events here."""
+
+    def __init__(self, peer: PeerId, rules: RunRules, ledger: Ledger) -> None:
+        self._peer = peer
+        self._sync = rules.sync
+        self._ledger = ledger
+        self.accounts: list[Account] = []
+        self.step = 0
+        self.tokens = 0
+        self.allotment: Allotment | None = None
+        self.started = False
+        self._base_tokens = 0
+        self._cursor = 0
+        self._step_time_us = 0
+        self._loss: float | None = None
+        self._upload_rate = 0
+        self._progress_at: MonoMs | None = None
+        self._syncer: PeerId | None = None
+        """Set while welcomed on a control connection."""
+        self._asked: dict[FragmentId, RoundOpen] = {}
+        self._again_at: dict[FragmentId, int] = {}
+        """After a refusal: the inner step from which the fragment may be sampled again."""
+        self._collect_at: dict[FragmentId, str] = {}
+        self._sampling: dict[FragmentId, RoundOpen] = {}
+        self._encoding: dict[FragmentId, tuple[RoundOpen, Contribution]] = {}
+        self._uploading: BlobRef | None = None
+        self._uploads: list[Contribution] = []
+        self._overtaken: dict[BlobRef, int] = {}
+        """How often each queued upload was passed over."""
+        self._adoptions: list[deque[_Adoption]] = []
+        self._adopted_heads: list[FragmentHead] = []
+        self._unadopted: deque[_Position] = deque()
+        """Entries not known to be adopted yet, oldest first, and where the chain stood with each."""
+        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, None)
+        """The newest position up to which every commit is adopted: where a checkpoint resumes."""
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The ledger is loaded: a learner with nothing behind it stands at the snapshot's versions."""
+        self.accounts = [
+            Account(FragmentId(p), adopted_version=head.version) for p, head in enumerate(self._ledger.heads)
+        ]
+        self._adoptions = [deque() for _ in self.accounts]
+        self._adopted_heads = list(self._ledger.heads)
+        self._floor = self._position(None)
+
+    def resumed(self, event: Resumed) -> list[Effect]:
+        self.step, self.tokens, self._base_tokens = event.step, event.tokens, event.tokens
+        self.accounts = [Account.restored_from(FragmentId(p), saved) for p, saved in enumerate(event.accounts)]
+        if event.lost_tokens == 0:
+            return []
+        return [TokensDropped(account.fragment, event.lost_tokens, "crashed") for account in self.accounts]
+
+    def undecided_ids(self) -> tuple[ContributionId, ...]:
+        return tuple(contribution.id for contribution in self._undecided())
+
+    def _undecided(self) -> list[Contribution]:
+        return [
+            account.undecided.contribution
+            for account in self.accounts
+            if account.undecided is not None and account.undecided.contribution is not None
+        ]
+
+    # -- the control connection ---------------------------------------------------------------------------------
+
+    def welcomed(self, syncer: PeerId, welcome: Welcome) -> list[Effect]:
+        """(Re)admitted. Everything undecided is announced and uploaded again, for this may be another process than the
+        one that has it; where it is not, both cost next to nothing."""
+        self._syncer = syncer
+        self._progress_at = None
+        effects: list[Effect] = []
+        if welcome.resume_step > self.step and not self.started:
+            for account in self.accounts:
+                account.skip_steps(welcome.resume_step - self.step)
+            self.step = welcome.resume_step
+        self._skip_merged(welcome.merged_until)
+        if welcome.allotment is not None and not self._holds_share_of(welcome.allotment):
+            effects.append(self._start_training(welcome.allotment))
+        for account in self.accounts:
+            if account.undecided is not None and account.undecided.contribution is not None:
+                account.undecided.uploaded = False
+                effects.append(self._send(account.undecided.contribution))
+        self._uploads = self._undecided()
+        return effects + self._next_upload()
+
+    def _skip_merged(self, merged_until: tuple[int, ...]) -> None:
+        """An earlier process of ours that left no checkpoint handed in work up to there. Where something is carried
+        from before, the commit that took that work is still ahead of us and resets the fragment."""
+        for account, until in zip(self.accounts, merged_until, strict=False):
+            if account.undecided is None and account.restored == 0:
+                account.first_step = max(account.first_step, min(until, self.step))
+
+    def _start_training(self, allotment: Allotment) -> StartTraining:
+        self.allotment = allotment
+        self.started = True
+        return StartTraining(
+            resume_step=self.step,
+            share=allotment.share,
+            num_shares=allotment.num_shares,
+            cursor=allotment.cursor,
+            pass_number=allotment.pass_number,
+        )
+
+    def _holds_share_of(self, allotment: Allotment) -> bool:
+        held = self.allotment
+        return held is not None and (held.share, held.pass_number) == (allotment.share, allotment.pass_number)
+
+    def disconnected(self) -> None:
+        self._syncer = None
+        self._asked.clear()
+
+    def holds(self) -> Allotment | None:
+        """For Hello: the share in use, with the cursor as it is now."""
+        return None if self.allotment is None else replace(self.allotment, cursor=self._cursor)
+
+    def _send(self, message: Message) -> Send:
+        assert self._syncer is not None
+        return Send(self._syncer, self._ledger.branch, self._ledger.term, message)
+
+    def _tell(self, message: Message) -> list[Effect]:
+        return [self._send(message)] if self._syncer is not None else []
+
+    # -- rounds ---------------------------------------------------------------------------------------------------
+
+    def round_open(self, message: RoundOpen) -> list[Effect]:
+        if not 0 <= message.fragment < len(self.accounts):
+            return [Note("round", f"asked for fragment {message.fragment} of {len(self.accounts)}", "warning")]
+        self._asked[message.fragment] = message
+        self._collect_at[message.fragment] = message.collect_at
+        return self._sample_if_ready(message.fragment)
+
+    def _sample_if_ready(self, fragment: FragmentId) -> list[Effect]:
+        """Sample once the asked-for version is adopted and at least one inner step was done on it. What was refused is
+        tried again, with what was trained since, if the round is still open then; H steps later at the earliest, so
+        that a learner whose work is never accepted does not spend its link on it."""
+        asked = self._asked.get(fragment)
+        account = self.accounts[fragment]
+        if asked is None or fragment in self._sampling or fragment in self._encoding:
+            return []
+        if account.undecided is not None:
+            return []
+        if account.adopted_version > asked.version:
+            del self._asked[fragment]
+            return []
+        if account.adopted_version < asked.version or self._adoptions[fragment] or self.step <= account.adopted_step:
+            return []
+        if self.step < self._again_at.get(fragment, 0):
+            return []
+        self._sampling[fragment] = asked
+        return [TakeSample(fragment, asked.round)]
+
+    def sample_taken(self, event: SampleTaken) -> list[Effect]:
+        asked = self._sampling.pop(event.fragment, None)
+        if asked is None:
+            return []
+        account = self.accounts[event.fragment]
+        self._boundary(event.step, event.tokens, event.cursor)
+        steps, tokens = event.step - account.adopted_step, event.tokens - account.adopted_tokens
+        undecided = account.sample(event.step, event.tokens)
+        draft = Contribution(
+            id=ContributionId(self._peer, event.fragment, self._adopted_heads[event.fragment].base, event.step),
+            round=asked.round,
+            attempt=asked.attempt,
+            base_version=account.adopted_version,
+            first_step=account.first_step,
+            steps=steps,
+            tokens=tokens,
+            tokens_unmerged=undecided.tokens,
+            cursor=event.cursor,
+            blob=BlobRef(self._adopted_heads[event.fragment].base, 0),
+        )
+        self._encoding[event.fragment] = (asked, draft)
+        return self._tell(Sampled(round=asked.round, fragment=event.fragment, attempt=asked.attempt))
+
+    def delta_encoded(self, event: DeltaEncoded) -> list[Effect]:
+        pending = self._encoding.pop(event.fragment, None)
+        undecided = self.accounts[event.fragment].undecided
+        if pending is None or undecided is None:
+            return [ForgetBlob(event.blob), *self._sample_if_ready(event.fragment)]
+        contribution = replace(pending[1], blob=event.blob)
+        undecided.contribution = contribution
+        if self._syncer is None:
+            return []
+        self._queue_upload(contribution)
+        return [self._send(contribution), *self._next_upload()]
+
+    # -- uploads --------------------------------------------------------------------------------------------------
+
+    def _queue_upload(self, contribution: Contribution) -> None:
+        if all(queued.blob != contribution.blob for queued in self._uploads) and self._uploading != contribution.blob:
+            self._uploads.append(contribution)
+
+    def _next_upload(self) -> list[Effect]:
+        """One at a time, newest round first; one that runs is finished. What was overtaken once per fragment goes
+        before: on a link that is always behind, a round that lacks its quorum is an old one, and would always lose."""
+        if self._uploading is not None or not self._uploads or self._syncer is None:
+            return []
+        overtaken = {queued.blob: self._overtaken.get(queued.blob, 0) for queued in self._uploads}
+        waited = [queued for queued in self._uploads if overtaken[queued.blob] >= len(self.accounts)]
+        chosen = waited[0] if waited else max(self._uploads, key=lambda queued: (queued.round, queued.id.last_step))
+        self._uploads.remove(chosen)
+        self._overtaken = {queued.blob: overtaken[queued.blob] + 1 for queued in self._uploads}
+        self._uploading = chosen.blob
+        return [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
+
+    def upload_done(self, event: UploadDone) -> list[Effect]:
+        if event.bytes_per_s > 0:
+            self._upload_rate = (
+                event.bytes_per_s if self._upload_rate == 0 else (4 * self._upload_rate + event.bytes_per_s) // 5
+            )
+        for account in self.accounts:
+            if account.undecided is not None and account.contribution_blob() == event.blob:
+                account.undecided.uploaded = True
+        return self._upload_over(event.blob)
+
+    def upload_failed(self, event: UploadFailed) -> list[Effect]:
+        note = Note("upload", f"upload of {event.blob.digest[:12]} failed: {event.reason}", "warning")
+        return [note, *self._upload_over(event.blob)]
+
+    def _hand_in_again(self) -> list[Effect]:
+        """What is neither uploaded nor on its way: its upload failed, so it is announced and tried again."""
+        effects: list[Effect] = []
+        for account in self.accounts:
+            undecided = account.undecided
+            if undecided is None or undecided.contribution is None or undecided.uploaded:
+                continue
+            contribution = undecided.contribution
+            on_its_way = self._uploading == contribution.blob or contribution in self._uploads
+            if not on_its_way and not self._merged_already(account, contribution):
+                effects.append(self._send(contribution))
+                self._queue_upload(contribution)
+        return effects + self._next_upload()
+
+    def _upload_over(self, blob: BlobRef) -> list[Effect]:
+        if self._uploading == blob:
+            self._uploading = None
+        return self._next_upload()
+
+    def handing_in(self) -> bool:
+        """Whether sampled work is still on its way to the syncer."""
+        if self._syncer is None:
+            return False
+        return bool(self._encoding or self._uploads or self._uploading is not None)
+
+    # -- decisions ------------------------------------------------------------------------------------------------
+
+    def decision(self, message: Decision) -> list[Effect]:
+        account = next((account for account in self.accounts if account.fragment == message.id.fragment), None)
+        undecided = None if account is None else account.undecided
+        if account is None or undecided is None or undecided.contribution is None:
+            return []
+        if undecided.contribution.id != message.id or message.verdict != "refused":
+            return []
+        if self._merged_already(account, undecided.contribution):
+            return []
+        blob = undecided.contribution.blob
+        dropped = account.refuse()
+        self._again_at[account.fragment] = self.step + self._sync.interval_steps
+        self._uploads = [queued for queued in self._uploads if queued.blob != blob]
+        note = Note("contribution", f"fragment {account.fragment} refused, carried on: {message.reason}")
+        effects: list[Effect] = [*dropped, ForgetBlob(blob), note, *self._upload_over(blob)]
+        return effects + self._sample_if_ready(account.fragment)
+
+    def _merged_already(self, account: Account, contribution: Contribution) -> bool:
+        """A commit that takes it is on our chain already, only not adopted yet: that outranks a refusal."""
+        claim = contribution.id
+        return self._ledger.consumed.get((self._peer, account.fragment, claim.base)) == claim
+
+    # -- adoption -------------------------------------------------------------------------------------------------
+
+    def reached(self, step: Step) -> list[Effect]:
+        """The fold reached a version: order its adoption."""
+        fragment = step.fragment
+        undecided = self.accounts[fragment].undecided
+        mine = tuple(taken for commit in step.commits for taken in commit.participants if taken.peer == self._peer)
+        contribution = None if undecided is None else undecided.contribution
+        known = None if contribution is None else contribution.id
+        remembered = all(id_of(taken, fragment) == known for taken in mine)
+        self._adoptions[fragment].append(_Adoption(step, mine, remembered))
+        if not remembered:
+            return [Reset(fragment, step.version)]
+        blob = contribution.blob if mine and contribution is not None else None
+        return [Adopt(fragment, step.version, blob, step.commits[-1].rbar)]
+
+    def adopted(self, event: Adopted) -> list[Effect]:
+        queue = self._adoptions[event.fragment]
+        if not queue or queue[0].step.version != event.version:
+            return [Note("adopt", f"adoption of version {event.version} was not asked for", "error")]
+        adoption = queue.popleft()
+        account = self.accounts[event.fragment]
+        self._boundary(event.step, event.tokens, None)
+        newest = adoption.step.commits[-1]
+        self._adopted_heads[event.fragment] = FragmentHead(
+            version=event.version,
+            base=adoption.step.base,
+            state_digest=newest.state_digest,
+            momentum_digest=newest.momentum_digest,
+        )
+        effects = self._book(account, adoption, event)
+        self._move_floor()
+        return effects + self._sample_if_ready(event.fragment)
+
+    def _book(self, account: Account, adoption: _Adoption, event: Adopted) -> list[Effect]:
+        taken = adoption.taken
+        if not taken:
+            return list(account.adopt(event.version, event.step, event.tokens, event.scale_ppm))
+        forget: list[Effect] = []
+        if (blob := account.contribution_blob()) is not None:
+            self._uploads = [queued for queued in self._uploads if queued.blob != blob]
+            forget = [ForgetBlob(blob), *self._upload_over(blob)]
+        if adoption.remembered:
+            credited = sum(each.tokens_unmerged for each in taken)
+            merged, dropped = account.merge(event.version, event.step, event.tokens, event.scale_ppm, credited)
+            return [TokensMerged(account.fragment, event.version, merged), *dropped, *forget]
+        merged, last_step = sum(each.tokens_unmerged for each in taken), taken[-1].last_step
+        corrections = account.restart(event.version, event.step, event.tokens, merged=merged, last_step=last_step)
+        return [TokensMerged(account.fragment, event.version, merged), *corrections, *forget]
+
+    def entry_taken(self, entry: Entry) -> None:
+        """An entry is new on our chain. No checkpoint resumes beyond the last commit of a run: that it is finished is
+        for whoever resumes to hear from the chain."""
+        if isinstance(entry, Finished):
+            return
+        commit = (entry.fragment, entry.version) if isinstance(entry, Commit) else None
+        self._unadopted.append(self._position(commit))
+
+    def _position(self, commit: tuple[FragmentId, Version] | None) -> _Position:
+        ledger = self._ledger
+        return _Position(ledger.term, ledger.seq, ledger.head_digest, tuple(ledger.tokens), ledger.progress, commit)
+
+    def _move_floor(self) -> None:
+        """To the newest position with no unadopted commit before it."""
+        while self._unadopted:
+            commit = self._unadopted[0].commit
+            if commit is not None and self._adopted_heads[commit[0]].version < commit[1]:
+                break
+            self._floor = self._unadopted.popleft()
+
+    def _resume_at(self) -> SnapshotLoaded:
+        """Commits after it that are adopted already are in `heads`: the ledger passes over them."""
+        self._move_floor()
+        return SnapshotLoaded(
+            branch=self._ledger.branch,
+            term=self._floor.term,
+            seq=self._floor.seq,
+            head_digest=self._floor.head_digest,
+            heads=tuple(self._adopted_heads),
+            num_elements=self._ledger.num_elements,
+            layout_digest=self._ledger.layout_digest,
+            tokens_per_fragment=self._floor.tokens_per_fragment,
+            progress=self._floor.progress,
+        )
+
+    # -- inner steps ----------------------------------------------------------------------------------------------
+
+    def step_done(self, event: StepDone, now: MonoMs) -> list[Effect]:
+        self._boundary(event.step, event.tokens, event.cursor)
+        self._step_time_us = event.step_time_us
+        self._loss = event.loss
+        effects: list[Effect] = []
+        for fragment in list(self._asked):
+            effects += self._sample_if_ready(fragment)
+        due = self._progress_at is None or now - self._progress_at >= PROGRESS_EVERY_MS
+        if due and self._syncer is not None and event.step_time_us > 0:
+            self._progress_at = now
+            effects += [*self._tell(self._progress()), *self._hand_in_again()]
+        return effects
+
+    def _progress(self) -> Progress:
+        return Progress(
+            step=self.step,
+            tokens=self.tokens,
+            step_time_us=self._step_time_us,
+            upload_bytes_per_s=self._upload_rate,
+            loss=self._loss,
+            cursor=self._cursor,
+        )
+
+    def _boundary(self, step: int, tokens: int, cursor: int | None) -> None:
+        self.step, self.tokens = max(self.step, step), max(self.tokens, tokens)
+        if cursor is not None:
+            self._cursor = cursor
+
+    def saved(self, event: Saved) -> list[Effect]:
+        self._boundary(event.step, event.tokens, None)
+        return [
+            PersistAccounts(
+                save=event.save,
+                step=event.step,
+                tokens=event.tokens,
+                resume_at=self._resume_at(),
+                accounts=tuple(account.saved(event.tokens) for account in self.accounts),
+            )
+        ]
+
+    def fragment_tokens(self) -> tuple[FragmentTokens, ...]:
+        """Where this process's tokens are, per fragment, as of the last boundary."""
+        return tuple(
+            FragmentTokens(
+                trained=self.tokens,
+                merged=account.merged,
+                in_flight=0 if account.undecided is None else account.undecided.tokens,
+                carried=account.unmerged + self.tokens - account.mark,
+            )
+            for account in self.accounts
+        )

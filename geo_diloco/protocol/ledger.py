@@ -1,0 +1,175 @@
+"""The chain as one peer knows it, folded: heads, bases, tokens, who was merged until where.
+
+Every peer keeps one and applies the same entries in the same order, so any of them could say what the syncer may
+append next. The ledger never fetches or signs; it answers `why_not(entry)` and then applies. Entries are told apart
+from forks by `prev`, old ones by `seq`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from geo_diloco.manifest import BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.protocol.events import SnapshotLoaded
+from geo_diloco.protocol.messages import (
+    Commit,
+    ContributionId,
+    Entry,
+    Finished,
+    Found,
+    FragmentHead,
+    Open,
+    Participant,
+    Record,
+)
+from geo_diloco.protocol.plausibility import LENGTHS_KEPT
+
+BASES_KEPT = 64
+"""Versions of a fragment whose bases are remembered; S_max may not be larger."""
+
+NO_SEQ = Seq(-1)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """State of the chain up to `seq`; empty at first (`seq` -1)."""
+
+    founder: PeerId
+    """The only peer whose entries count, while there is no election."""
+    seq: Seq = NO_SEQ
+    head_digest: Digest = Digest("")
+    branch: BranchId = BranchId("")
+    term: Term = Term(0)
+    syncer: PeerId | None = None
+    """Who serves `term`, as far as an `open` entry has told."""
+    layout_digest: Digest = Digest("")
+    num_elements: tuple[int, ...] = ()
+    heads: list[FragmentHead] = field(default_factory=list)
+    contained: list[Version] = field(default_factory=list)
+    """Per fragment: the version the snapshot held. Commits up to it, met again, change books but not heads."""
+    bases: list[dict[Digest, Version]] = field(default_factory=list)
+    """Per fragment: recent bases a contribution may name, oldest first."""
+    tokens: list[int] = field(default_factory=list)
+    """Per fragment: tokens merged."""
+    merged_until: dict[tuple[PeerId, FragmentId], int] = field(default_factory=dict)
+    consumed: dict[tuple[PeerId, FragmentId, Digest], ContributionId] = field(default_factory=dict)
+    lengths: dict[FragmentId, deque[float]] = field(default_factory=dict)
+    """L2 norms of the deltas merged lately, as merged."""
+    num_commits: int = 0
+    progress: float = 0.0
+    heldout: list[tuple[Seq, float]] = field(default_factory=list)
+    finished: str | None = None
+
+    def load(self, snapshot: SnapshotLoaded) -> None:
+        """Start from a snapshot. What lies before it (consumption, steps merged) is known to the syncer only."""
+        self.seq, self.head_digest = snapshot.seq, snapshot.head_digest
+        self.branch, self.term = snapshot.branch, max(self.term, snapshot.term)
+        self.layout_digest, self.num_elements = snapshot.layout_digest, snapshot.num_elements
+        self.heads = list(snapshot.heads)
+        self.contained = [head.version for head in snapshot.heads]
+        self.bases = [{head.base: head.version} for head in snapshot.heads]
+        self.tokens = list(snapshot.tokens_per_fragment)
+        self.progress = snapshot.progress
+        self.num_commits = sum(head.version for head in snapshot.heads)
+
+    def why_not(self, entry: Entry, signer: PeerId) -> str | None:
+        """Why this entry can't be the next one; none if it can."""
+        header = entry.header
+        if signer != self.founder:
+            return f"signed by {signer[:8]}, who does not serve this run"
+        if header.seq != self.seq + 1:
+            return f"seq {header.seq} does not follow {self.seq}"
+        if header.prev != self.head_digest:
+            return f"entry {header.seq} continues another chain: prev {header.prev[:12]}, head {self.head_digest[:12]}"
+        if header.branch != self.branch:
+            return f"branch {header.branch[:12]}, not {self.branch[:12]}"
+        if self.finished is not None:
+            return "the run is finished"
+        if isinstance(entry, Found) != (self.seq == NO_SEQ):
+            return "found is the first entry and only that"
+        if isinstance(entry, Open):
+            opens = header.term > self.term or self.syncer is None
+            return None if opens else f"term {header.term} is not above {self.term}"
+        if header.term != self.term and not isinstance(entry, Found):
+            return f"term {header.term} was not opened, the chain is in term {self.term}"
+        return self._why_not_commit(entry) if isinstance(entry, Commit) else None
+
+    def _why_not_commit(self, commit: Commit) -> str | None:
+        if not 0 <= commit.fragment < len(self.heads):
+            return f"fragment {commit.fragment} of {len(self.heads)}"
+        head = self.heads[commit.fragment]
+        contained = 1 <= commit.version <= self.contained[commit.fragment]
+        if commit.version != head.version + 1 and not contained:
+            return f"version {commit.version} of fragment {commit.fragment} does not follow {head.version}"
+        for participant in commit.participants:
+            if participant.first_step < self.merged_until.get((participant.peer, commit.fragment), 0):
+                return f"steps of {participant.peer[:8]} would be merged twice"
+        return None
+
+    def apply(self, entry: Entry, digest: Digest) -> None:
+        """Append an entry that `why_not` has nothing against."""
+        self.seq, self.head_digest = entry.header.seq, digest
+        match entry:
+            case Found():
+                self._found(entry, digest)
+            case Open():
+                self.term, self.syncer = entry.header.term, entry.syncer
+            case Commit():
+                self._commit(entry, digest)
+            case Record():
+                self.heldout.append((entry.measured_seq, entry.heldout_loss))
+            case Finished():
+                self.finished = entry.reason
+
+    def _found(self, entry: Found, digest: Digest) -> None:
+        self.branch, self.term = BranchId(digest), entry.header.term
+        self.layout_digest, self.num_elements = entry.layout_digest, entry.num_elements
+        self.heads = [
+            FragmentHead(version=Version(0), base=digest, state_digest=state, momentum_digest=momentum)
+            for state, momentum in zip(entry.state_digests, entry.momentum_digests, strict=True)
+        ]
+        self.contained = [Version(0)] * len(self.heads)
+        self.bases = [{digest: Version(0)} for _ in self.heads]
+        self.tokens = [0] * len(self.heads)
+
+    def _commit(self, entry: Commit, digest: Digest) -> None:
+        fragment = entry.fragment
+        if entry.version > self.contained[fragment]:
+            self.num_commits += 1
+            self.heads[fragment] = FragmentHead(
+                version=entry.version,
+                base=digest,
+                state_digest=entry.state_digest,
+                momentum_digest=entry.momentum_digest,
+            )
+        self._remember_base(fragment, digest, entry.version)
+        lengths = self.lengths.setdefault(fragment, deque(maxlen=LENGTHS_KEPT))
+        for participant in entry.participants:
+            lengths.append(participant.norm)
+            self.consumed[participant.peer, fragment, participant.base] = id_of(participant, fragment)
+            self.merged_until[participant.peer, fragment] = participant.last_step
+            self.tokens[fragment] += participant.tokens_unmerged
+        self.progress = entry.progress
+
+    def _remember_base(self, fragment: FragmentId, digest: Digest, version: Version) -> None:
+        bases = self.bases[fragment]
+        bases[digest] = version
+        if len(bases) > BASES_KEPT:
+            forgotten = next(iter(bases))
+            del bases[forgotten]
+            stale = [key for key in self.consumed if key[1] == fragment and key[2] == forgotten]
+            for key in stale:
+                del self.consumed[key]
+
+    def tokens_total(self, fragment: FragmentId | None = None, more: int = 0) -> int:
+        """floor(sum_p N_p * tokens_p / sum_p N_p), with `more` tokens added to one fragment."""
+        weighted = sum(n * t for n, t in zip(self.num_elements, self.tokens, strict=True))
+        if fragment is not None:
+            weighted += self.num_elements[fragment] * more
+        return weighted // max(1, sum(self.num_elements))
+
+
+def id_of(participant: Participant, fragment: FragmentId) -> ContributionId:
+    """Which contribution a commit's participant was."""
+    return ContributionId(participant.peer, fragment, participant.base, participant.last_step)

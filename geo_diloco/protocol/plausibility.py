@@ -1,0 +1,107 @@
+"""How much of what a learner claims is believed: a claim is never refused for its size, it counts up to a limit.
+
+Stands apart because it is the one place where a stranger's numbers meet everybody else's. What is beyond a limit is an
+honest learner far from the others, or a liar, and nobody can tell which; so the work is merged all the same, and three
+things are cut (numerics.md, 2):
+
+    tokens   CREDIT_FACTOR times what the median live learner trains in the time since this one was last merged in
+             the fragment, and at least as many times an interval of the manifest's own batches. What is beyond it
+             enters neither the run's progress nor the weight; the learner books it as dropped, `implausible`.
+    weight   WEIGHT_FACTOR times that of the median participant: nobody's share of a merge grows without end.
+    length   LENGTH_FACTOR times the median of what was merged into the fragment lately: a longer delta is shortened.
+             (Where nothing was merged yet, the shell's gate refuses what is absurd beside Theta itself.)
+
+Medians are lower ones, so that half of the learners can't move them. A run in which liars are the majority is theirs:
+against that there is the admission token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from geo_diloco.manifest import SyncSpec
+from geo_diloco.protocol.messages import Contribution
+
+T = TypeVar("T", int, float)
+
+CREDIT_FACTOR = 32
+WEIGHT_FACTOR = 8
+LENGTH_FACTOR = 10
+LENGTHS_KEPT = 16
+"""Merged lengths that a fragment remembers."""
+LENGTHS_MIN = 4
+"""Fewer say nothing yet."""
+BATCH_FACTOR = 64
+"""A learner's own batches may be that many times the manifest's."""
+STEP_TIME_US_MIN = 1000
+"""No inner step is believed to be faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A contribution as it enters a merge."""
+
+    tokens: int
+    tokens_unmerged: int
+    weight: float
+    """Not normalised."""
+    norm: float
+    """L2 norm of the delta as merged."""
+    scale: float
+    """The delta is multiplied by it: 1, or less for one that was too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A live learner's own account of its speed."""
+
+    step: int
+    tokens: int
+    step_time_us: int
+
+
+def tokens_per_second(paces: Sequence[Pace], tokens_per_step: int) -> int:
+    """Of the median learner (the lower one of two), by what they say and the manifest allows; 0 if nobody has told."""
+    rates = [
+        min(pace.tokens // pace.step, BATCH_FACTOR * tokens_per_step)
+        * 1_000_000
+        // max(pace.step_time_us, STEP_TIME_US_MIN)
+        for pace in paces
+        if pace.step > 0 and pace.step_time_us > 0
+    ]
+    return lower_median(rates) if rates else 0
+
+
+def credit_max(since_ms: int, *, rate: int, tokens_per_step: int, sync: SyncSpec) -> int | None:
+    """Tokens that a contribution may stand for, `since_ms` after its learner was merged last; none without a limit."""
+    if tokens_per_step == 0:
+        return None
+    return CREDIT_FACTOR * (sync.interval_steps * tokens_per_step + rate * max(0, since_ms) // 1000)
+
+
+def count(
+    taken: Sequence[tuple[Contribution, float]], credits: Sequence[int | None], lengths: Sequence[float]
+) -> tuple[Counted, ...]:
+    """What of each (contribution, norm) counts. `credits`: from `credit_max`; `lengths`: merged lately."""
+    tokens = [_credited(claim, credit) for (claim, _), credit in zip(taken, credits, strict=True)]
+    weights = [fresh * fresh / claim.steps for (fresh, _), (claim, _) in zip(tokens, taken, strict=True)]
+    weight_max = WEIGHT_FACTOR * lower_median(weights) if weights else 0.0
+    usual = lower_median(lengths) if len(lengths) >= LENGTHS_MIN else 0.0
+    counted = []
+    for (fresh, unmerged), (_, norm), weight in zip(tokens, taken, weights, strict=True):
+        scale = min(1.0, LENGTH_FACTOR * usual / norm) if usual > 0.0 and norm > 0.0 else 1.0
+        counted.append(Counted(fresh, unmerged, min(weight, weight_max), norm * scale, scale))
+    return tuple(counted)
+
+
+def _credited(claim: Contribution, credit: int | None) -> tuple[int, int]:
+    if credit is None:
+        return claim.tokens, claim.tokens_unmerged
+    return max(1, min(claim.tokens, credit)), max(1, min(claim.tokens_unmerged, credit))
+
+
+def lower_median(values: Sequence[T]) -> T:
+    """Of at least one value."""
+    return sorted(values)[(len(values) - 1) // 2]

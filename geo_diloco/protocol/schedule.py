@@ -1,0 +1,87 @@
+"""When a fragment's turn comes: phases, the inner clock of the median learner, and the duties of lockstep.
+
+Pure functions and one small clock. The syncer opens rounds by it; a learner in lockstep mode knows from it, without
+asking, after which inner step it samples and adopts. Phases are those of Streaming DiLoCo (arXiv 2501.18512):
+t_p = floor(p * H / P).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from geo_diloco.manifest import FragmentId, MonoMs, SyncSpec
+
+MICRO = 1_000_000
+"""Micro-steps in an inner step: the clock counts in integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What a learner in lockstep does at an inner-step boundary."""
+
+    kind: Literal["sample", "adopt"]
+    fragment: FragmentId
+
+
+def phase_steps(fragment: int, sync: SyncSpec) -> int:
+    """t_p, in inner steps."""
+    return fragment * sync.interval_steps // sync.num_fragments
+
+
+def first_due_steps(fragment: int, sync: SyncSpec) -> int:
+    """After how many inner steps a fragment is due for the first time: its phase, or H where that is zero."""
+    return phase_steps(fragment, sync) or sync.interval_steps
+
+
+def lockstep_duties(step: int, sync: SyncSpec) -> tuple[Duty, ...]:
+    """Duties after own inner step `step` (counted from 1), in the order in which they are done.
+
+    A fragment is sampled after step n >= 1 when n mod H = t_p and adopted exactly tau steps later. Adoptions of
+    earlier samples come first; with tau = 0 all samples of a step come before their adoptions, so that no learner
+    waits for a round to which it has not contributed yet.
+    """
+    samples = tuple(Duty("sample", p) for p in _sampled_after(step, sync))
+    adoptions = tuple(Duty("adopt", p) for p in _sampled_after(step - sync.overlap_steps, sync))
+    return samples + adoptions if sync.overlap_steps == 0 else adoptions + samples
+
+
+def _sampled_after(step: int, sync: SyncSpec) -> list[FragmentId]:
+    if step < 1:
+        return []
+    at = step % sync.interval_steps
+    return [FragmentId(p) for p in range(sync.num_fragments) if phase_steps(p, sync) == at]
+
+
+@dataclass(slots=True)
+class InnerClock:
+    """Inner steps of the median live learner, extrapolated from the step times that learners report.
+
+    It only moves forward; with no live learner it stands still. Micro-steps and milliseconds, integers.
+    """
+
+    micro_steps: int = 0
+    pace: int = 0
+    """Micro-steps per millisecond."""
+    at: MonoMs = MonoMs(0)
+
+    def advance(self, now: MonoMs, step_times_us: Sequence[int]) -> None:
+        """Move to `now` at the pace so far, then take the pace of the median of `step_times_us` (positive)."""
+        if now > self.at:
+            self.micro_steps += (now - self.at) * self.pace
+            self.at = now
+        self.pace = _median_pace(step_times_us)
+
+    def ms_until(self, micro_steps: int) -> int | None:
+        """Milliseconds from `at` until the clock shows `micro_steps`; none if it stands still."""
+        if micro_steps <= self.micro_steps:
+            return 0
+        return None if self.pace == 0 else -(-(micro_steps - self.micro_steps) // self.pace)
+
+
+def _median_pace(step_times_us: Sequence[int]) -> int:
+    if not step_times_us:
+        return 0
+    slower_median = sorted(step_times_us)[len(step_times_us) // 2]
+    return max(1, 1000 * MICRO // slower_median)

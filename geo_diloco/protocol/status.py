@@ -1,0 +1,76 @@
+"""What a peer can say about itself. Frozen facts for `status`, the demo and tests; nothing decides by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geo_diloco.manifest import BranchId, FragmentId, PeerId, Seq, Term, Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerStatus:
+    """A learner as the syncer sees it."""
+
+    peer: PeerId
+    host: str
+    connected: bool
+    step: int
+    tokens: int
+    step_time_us: int
+    loss: float | None
+    upload_bytes_per_s: int
+    share: int | None
+    doing: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundStatus:
+    """A round that has ended in a commit."""
+
+    round: int
+    fragment: FragmentId
+    version: Version
+    seq: Seq
+    participants: int
+    live: int
+    quorum_wait_ms: int
+    grace_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """Why a fragment is where it is: every wait has a reason."""
+
+    fragment: FragmentId
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FragmentTokens:
+    """A learner's books on one fragment, in tokens."""
+
+    trained: int
+    merged: int
+    in_flight: int
+    carried: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerStatus:
+    """Everything about one peer at one moment."""
+
+    role: str
+    branch: BranchId
+    term: Term
+    seq: Seq
+    finished: str | None
+    num_commits: int
+    tokens_total: int
+    progress: float
+    heldout: tuple[tuple[Seq, float], ...]
+    versions: tuple[Version, ...]
+    learners: tuple[LearnerStatus, ...] = ()
+    rounds: tuple[RoundStatus, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    tokens: tuple[FragmentTokens, ...] = ()

@@ -1,0 +1,1 @@
+"""The asyncio shell around the protocol core: sockets, disk, keys and the directory. The only part that waits."""

@@ -1,0 +1,276 @@
+"""The outer state (Theta and momentum) and the two ways it moves: a merge of our own, or an update of somebody's.
+
+It stands apart because it is the one place where the run's state lives as tensors, and because it belongs to one
+thread, the worker thread of `runtime/driver.py`: nothing here locks, and nothing here waits. A merge is *staged*: the
+new state exists beside the visible one until its commit is signed and on disk, so a process that dies in between has
+lost nothing that anybody saw. Tensors are never changed in place; whoever holds one may keep it.
+
+Formulas: `numerics/README.md`, sections on merge and outer step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geo_diloco.errors import BlobError, DigestMismatch, FrameError, LocalProtocolError, NonFiniteFrame
+from geo_diloco.manifest import Digest, FragmentId, PeerId, RunManifest, Version
+from geo_diloco.numerics import codec
+from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest, vector_from_bytes
+from geo_diloco.numerics.gate import cosine
+from geo_diloco.numerics.merge import StreamingMerge, outer_gradient
+from geo_diloco.numerics.outer import apply_update, outer_update, residual_after
+from geo_diloco.protocol.effects import (
+    ApplyUpdate,
+    Merge,
+    MergeInput,
+)
+from geo_diloco.protocol.messages import BlobRef
+
+ReadBlob = Callable[[BlobRef], bytes]
+
+
+class MergeError(Exception):
+    """A merge that can't be done. `culprit` is the peer whose contribution is to be left out, if one is."""
+
+    def __init__(self, reason: str, culprit: PeerId | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.culprit = culprit
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOutcome:
+    """A staged outer step. `frame` is the encoded update, the only thing that travels."""
+
+    frame: bytes
+    state_digest: Digest
+    momentum_digest: Digest
+    rbar: float
+    """Plain mean of the participants' L2 norms."""
+    rho: float | None
+    """Cosine with the fragment's last update; none for its first."""
+    num_degenerate: int
+    """Tensors whose directions cancelled."""
+
+
+@dataclass
+class _Fragment:
+    version: Version
+    theta_N: Tensor
+    momentum_N: Tensor | None
+    residual_N: Tensor | None = None
+    last_update_N: Tensor | None = None
+    recent: deque[tuple[int, Tensor]] | None = None
+    """(version made, u_hat) of the newest updates; kept only where late work is measured against them."""
+
+
+@dataclass
+class _Staged:
+    version: Version
+    theta_N: Tensor
+    momentum_N: Tensor
+    residual_N: Tensor
+    update_N: Tensor
+
+
+class OuterState:
+    """Theta per fragment, and where held momentum. Confined to one thread."""
+
+    def __init__(self, layout: Layout, *, with_momentum: bool, with_residual: bool, updates_kept: int = 0) -> None:
+        self.layout = layout
+        self.with_momentum = with_momentum
+        self.with_residual = with_residual
+        self._updates_kept = updates_kept
+        self._digest = layout.digest
+        self._fragments: dict[FragmentId, _Fragment] = {}
+        self._staged: dict[FragmentId, _Staged] = {}
+
+    def theta(self, fragment: FragmentId) -> Tensor:
+        """The visible Theta_p, float32; shared, not to be changed."""
+        return self._held(fragment).theta_N
+
+    def momentum(self, fragment: FragmentId) -> Tensor:
+        momentum = self._held(fragment).momentum_N
+        if momentum is None:
+            raise LocalProtocolError(f"momentum of fragment {fragment} is not held here")
+        return momentum
+
+    def version(self, fragment: FragmentId) -> Version:
+        return self._held(fragment).version
+
+    def _held(self, fragment: FragmentId) -> _Fragment:
+        held = self._fragments.get(fragment)
+        if held is None:
+            raise LocalProtocolError(f"fragment {fragment} is not loaded")
+        return held
+
+    # ---- loading
+
+    def start_fragment(self, fragment: FragmentId, theta_N: Tensor) -> None:
+        """Theta_0: version 0, momentum zero."""
+        momentum_N = torch.zeros_like(theta_N) if self.with_momentum else None
+        self._put(fragment, _Fragment(Version(0), theta_N, momentum_N))
+
+    def load_fragment(
+        self,
+        fragment: FragmentId,
+        version: Version,
+        *,
+        theta: bytes,
+        momentum: bytes | None,
+        state_digest: Digest,
+        momentum_digest: Digest,
+    ) -> Tensor:
+        """Take a fragment from snapshot bytes. Raises BlobError on a wrong length, DigestMismatch on other bits."""
+        num_elements = self.layout.num_elements[fragment]
+        theta_N = vector_from_bytes(theta, num_elements=num_elements)
+        _require(theta_N, state_digest, f"Theta of fragment {fragment} at version {version}")
+        momentum_N = None
+        if self.with_momentum:
+            if momentum is None:
+                raise BlobError(f"the snapshot has no momentum for fragment {fragment}")
+            momentum_N = vector_from_bytes(momentum, num_elements=num_elements)
+            _require(momentum_N, momentum_digest, f"momentum of fragment {fragment} at version {version}")
+        self._put(fragment, _Fragment(version, theta_N, momentum_N))
+        return theta_N
+
+    def _put(self, fragment: FragmentId, held: _Fragment) -> None:
+        if self._updates_kept:
+            held.recent = deque(maxlen=self._updates_kept)
+        self._fragments[fragment] = held
+        self._staged.pop(fragment, None)
+
+    def fragment_bytes(self, fragment: FragmentId) -> tuple[bytes, bytes]:
+        """Theta_p and momentum_p as a snapshot holds them (momentum empty where it isn't held)."""
+        held = self._held(fragment)
+        momentum = b"" if held.momentum_N is None else bytes_from_vector(held.momentum_N)
+        return bytes_from_vector(held.theta_N), momentum
+
+    # ---- following
+
+    def apply(self, update: ApplyUpdate, frame: bytes) -> Tensor:
+        """Fold a commit's update in and return the new Theta_p. Nothing changes unless every held digest agrees.
+
+        Raises FrameError for a bad frame, DigestMismatch for other bits, LocalProtocolError for a gap in versions.
+        """
+        held = self._held(update.fragment)
+        if update.version == held.version:
+            _require(held.theta_N, update.state_digest, f"fragment {update.fragment} version {update.version}")
+            return held.theta_N
+        if update.version != held.version + 1:
+            raise LocalProtocolError(
+                f"fragment {update.fragment} is at version {held.version}, the update makes {update.version}"
+            )
+        update_N = self._decode(frame, update.fragment)
+        theta_N, momentum_N = apply_update(held.theta_N, held.momentum_N, update_N, eta=update.eta, mu=update.mu)
+        _require(theta_N, update.state_digest, f"fragment {update.fragment} after version {update.version}")
+        if momentum_N is not None:
+            _require(momentum_N, update.momentum_digest, f"momentum of {update.fragment} after {update.version}")
+        self._advance(update.fragment, _Fragment(update.version, theta_N, momentum_N, None, update_N, held.recent))
+        return theta_N
+
+    def _decode(self, frame: bytes, fragment: FragmentId) -> Tensor:
+        return codec.decode(
+            frame, num_elements=self.layout.num_elements[fragment], layout_digest=self._digest, fragment=fragment
+        )
+
+    def _advance(self, fragment: FragmentId, new: _Fragment) -> None:
+        if new.recent is not None and new.last_update_N is not None:
+            new.recent.append((new.version, new.last_update_N))
+        if not (self.with_residual or self._updates_kept):
+            new.last_update_N = None
+        self._fragments[fragment] = new
+        self._staged.pop(fragment, None)
+
+    # ---- merging
+
+    def merge(self, order: Merge, read: ReadBlob, manifest: RunManifest) -> MergeOutcome:
+        """Merge, outer step, encoding; the result is staged. Raises MergeError and changes nothing if it can't be done.
+
+        Memory is O(fragment): contributions are decoded one at a time, in the order given.
+        """
+        held = self._held(order.fragment)
+        if order.version != held.version + 1:
+            raise MergeError(f"fragment {order.fragment} is at version {held.version}, not {order.version - 1}")
+        momentum_N = self.momentum(order.fragment)
+        merging = StreamingMerge(self.layout, order.fragment, manifest.sync.merge)
+        norms = []
+        for each in order.inputs:
+            delta_N = self._contribution(order.fragment, each, read, manifest)
+            norms.append(float(torch.linalg.vector_norm(delta_N, dtype=torch.float64)))
+            drift_N = self._drift(held, each, order) if manifest.sync.late_form == "paper" else None
+            gradient_N = outer_gradient(delta_N, form=manifest.sync.late_form, drift=drift_N)
+            try:
+                merging.add(gradient_N, each.weight)
+            except NonFiniteFrame as exc:
+                raise MergeError(f"contribution of {each.peer[:8]}: {exc}", each.peer) from exc
+        longest = max(zip(norms, order.inputs, strict=True), key=lambda pair: pair[0])[1].peer if norms else None
+        merged = merging.result()
+        residual_N = torch.zeros_like(held.theta_N) if held.residual_N is None else held.residual_N
+        update_N = outer_update(merged.gradient, momentum_N, residual_N, eta=order.eta, mu=order.mu)
+        try:
+            frame = codec.encode(update_N, manifest.codec_down, layout_digest=self._digest, fragment=order.fragment)
+        except NonFiniteFrame as exc:
+            raise MergeError("the outer step is not finite", longest) from exc
+        update_hat_N = self._decode(frame, order.fragment)
+        theta_N, new_momentum_N = apply_update(held.theta_N, momentum_N, update_hat_N, eta=order.eta, mu=order.mu)
+        assert new_momentum_N is not None
+        if not bool(torch.isfinite(theta_N).all() and torch.isfinite(new_momentum_N).all()):
+            raise MergeError("the outer step is not finite", longest)
+        self._staged[order.fragment] = _Staged(
+            order.version, theta_N, new_momentum_N, residual_after(update_N, update_hat_N), update_hat_N
+        )
+        return MergeOutcome(
+            frame=frame,
+            state_digest=fragment_digest(theta_N),
+            momentum_digest=fragment_digest(new_momentum_N),
+            rbar=sum(norms) / len(norms) if norms else 0.0,
+            rho=None if held.last_update_N is None else cosine(update_hat_N, held.last_update_N),
+            num_degenerate=merged.num_degenerate,
+        )
+
+    def _contribution(self, fragment: FragmentId, each: MergeInput, read: ReadBlob, manifest: RunManifest) -> Tensor:
+        try:
+            delta_N = codec.decode(
+                read(each.blob),
+                num_elements=self.layout.num_elements[fragment],
+                layout_digest=self._digest,
+                fragment=fragment,
+                spec=manifest.codec_up,
+            )
+        except (FrameError, BlobError) as exc:
+            raise MergeError(f"contribution of {each.peer[:8]}: {exc}", each.peer) from exc
+        return delta_N if each.scale == 1.0 else delta_N.mul_(each.scale)
+
+    def _drift(self, held: _Fragment, each: MergeInput, order: Merge) -> Tensor:
+        """Theta_now - Theta_base: minus the updates in between. Only the syncer needs it, so its rounding is free."""
+        drift_N = torch.zeros_like(held.theta_N)
+        wanted = range(each.base_version + 1, order.version)
+        recent = dict(held.recent or ())
+        for version in wanted:
+            if version not in recent:
+                raise MergeError(f"the base of {each.peer[:8]} is no longer known", each.peer)
+            drift_N = drift_N - recent[version]
+        return drift_N
+
+    def commit(self, fragment: FragmentId, version: Version) -> None:
+        """The staged step's commit is on disk: make it the visible state."""
+        staged = self._staged.get(fragment)
+        if staged is None or staged.version != version:
+            raise LocalProtocolError(f"no staged step makes version {version} of fragment {fragment}")
+        recent = self._held(fragment).recent
+        self._advance(
+            fragment,
+            _Fragment(version, staged.theta_N, staged.momentum_N, staged.residual_N, staged.update_N, recent),
+        )
+
+
+def _require(vector_N: Tensor, wanted: Digest, what: str) -> None:
+    digest = fragment_digest(vector_N)
+    if digest != wanted:
+        raise DigestMismatch(f"{what}: digest {digest[:12]}, the commit says {wanted[:12]}")

@@ -1,0 +1,240 @@
+"""The syncer's hands: signs and stores entries, takes contributions in, merges, and makes snapshots.
+
+The order on disk is the point of this file: a merged update's bytes are in the blob store before the core hears
+`Merged`; an entry is signed, appended and fsynced before the core hears `Sealed`; only then does the visible state move
+and anybody else learn of it. So a process that dies at any moment has shown nothing that its disk can't show again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from geo_diloco.errors import BlobError, RunDirError
+from geo_diloco.manifest import Digest, RunManifest, Seq
+from geo_diloco.numerics.gate import check_contribution, length_max
+from geo_diloco.observability import Counters, EventLog
+from geo_diloco.protocol.effects import (
+    AcceptBlob,
+    Announce,
+    CheckContribution,
+    ForgetBlob,
+    Merge,
+    Seal,
+)
+from geo_diloco.protocol.events import (
+    BlobArrived,
+    ContributionChecked,
+    Merged,
+    MergeFailed,
+    Sealed,
+)
+from geo_diloco.protocol.messages import BlobRef, Commit, Entry
+from geo_diloco.runtime.chain import ChainCopy
+from geo_diloco.runtime.driver import Driver, Interpreter, Worker
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.merger import MergeError, MergeOutcome, OuterState
+from geo_diloco.runtime.snapshots import SnapshotShelf
+from geo_diloco.runtime.store import BlobStore, blob_ref
+from geo_diloco.runtime.wire import Signed, seal_entry
+
+ANNOUNCED_KEPT = 64
+DISK_RETRY_S = 1.0
+
+
+class Broadcast(Protocol):
+    """Whoever holds the control connections."""
+
+    def broadcast(self, text: str) -> None:
+        """Send a line to every connected peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingParts:
+    """What a syncer works with."""
+
+    driver: Driver
+    worker: Worker
+    outer: OuterState
+    chain: ChainCopy
+    store: BlobStore
+    snapshots: SnapshotShelf
+    identity: Identity
+    manifest: RunManifest
+    links: Broadcast
+    counters: Counters
+    log: EventLog
+    keep_contributions: bool = False
+
+
+class Serving:
+    """Interprets a syncer's effects."""
+
+    def __init__(self, parts: ServingParts, *, on_sealed: Callable[[Entry], None] = lambda entry: None) -> None:
+        """`on_sealed` is told every entry that is on disk."""
+        self._p = parts
+        self._on_sealed = on_sealed
+        self._accepted: dict[Digest, BlobRef] = {}
+        self._sealed: OrderedDict[Seq, Signed] = OrderedDict()
+        self._updates = {entry.update.digest for _, entry in parts.chain.entries() if isinstance(entry, Commit)}
+        """Blobs of ours. A contribution that names one (anybody may) must not take it along when it goes."""
+        self._to_check: deque[CheckContribution] = deque()
+        self._is_checking = False
+
+    def interpreters(self) -> Mapping[type, Interpreter]:
+        return {
+            Seal: lambda effect: self._p.driver.start(self._seal(effect), name=f"seal {effect.entry.header.seq}"),
+            Announce: self._announce,
+            AcceptBlob: self._accept,
+            ForgetBlob: self._forget,
+            CheckContribution: self._check_soon,
+            Merge: lambda effect: self._p.driver.start(self._merge(effect), name=f"merge {effect.fragment}"),
+        }
+
+    # ---- the chain
+
+    async def _seal(self, effect: Seal) -> None:
+        p = self._p
+        signed = seal_entry(effect.entry, p.identity)
+        await self._append(signed, effect.entry)
+        await p.worker.call(self._advance, effect.entry, signed.digest)
+        self._sealed[effect.entry.header.seq] = signed
+        if len(self._sealed) > ANNOUNCED_KEPT:
+            self._sealed.popitem(last=False)
+        self._on_sealed(effect.entry)
+        p.driver.feed(Sealed(effect.entry.header.seq, signed.digest))
+        if p.snapshots.is_due:
+            await self._save_snapshot()
+
+    async def _save_snapshot(self) -> None:
+        try:
+            await self._p.worker.call(self._p.snapshots.save)
+        except (BlobError, OSError) as exc:
+            self._p.log.note("snapshot", f"none is saved, the one before stays: {exc}", level="warning")
+
+    def blob_damaged(self, blob: BlobRef) -> None:
+        """An update on disk is gone, and a restart may need it: with a snapshot of now it doesn't. For any thread."""
+        if blob.digest in self._updates:
+            self._p.driver.start_from_thread(self._save_snapshot, name="snapshot")
+
+    async def _append(self, signed: Signed, entry: Entry) -> None:
+        """On disk, however long that takes: a full disk holds the run up, visibly, and doesn't end it."""
+        while True:
+            try:
+                return await self._p.chain.append(signed, entry)
+            except RunDirError as exc:
+                text = f"entry {entry.header.seq} can't be written, trying again: {exc}"
+                self._p.log.note("chain", text, level="error")
+            await asyncio.sleep(DISK_RETRY_S)
+
+    def _advance(self, entry: Entry, digest: Digest) -> None:
+        """In one go on the worker thread, so that no snapshot falls between the two."""
+        if isinstance(entry, Commit):
+            self._p.outer.commit(entry.fragment, entry.version)
+        self._p.snapshots.advance(entry, digest)
+
+    def _announce(self, effect: Announce) -> None:
+        signed = self._sealed.get(effect.seq)
+        if signed is not None:
+            self._p.links.broadcast(signed.to_line())
+
+    # ---- contributions
+
+    def accepts(self, digest: Digest) -> BlobRef | None:
+        """The announced blob of that digest, if its pieces may come."""
+        return self._accepted.get(digest)
+
+    def blob_arrived(self, blob: BlobRef) -> None:
+        """Every piece of it is here; said by the HTTP side, possibly more than once."""
+        if blob.digest in self._accepted:
+            self._p.driver.feed(BlobArrived(blob))
+
+    def _accept(self, effect: AcceptBlob) -> None:
+        self._accepted[effect.blob.digest] = effect.blob
+        if self._p.store.has(effect.blob):
+            self._p.driver.feed(BlobArrived(effect.blob))
+
+    def _forget(self, effect: ForgetBlob) -> None:
+        self._accepted.pop(effect.blob.digest, None)
+        if self._p.keep_contributions or self._is_ours(effect.blob):
+            return
+        try:
+            self._p.store.delete(effect.blob)
+        except BlobError as exc:
+            self._p.log.note("blob", f"not deleted: {exc}", level="warning")
+
+    def _is_ours(self, blob: BlobRef) -> bool:
+        return blob.digest in self._updates or blob.digest in self._p.snapshots.named
+
+    def _check_soon(self, effect: CheckContribution) -> None:
+        """One at a time: however many arrive at once, they are one job."""
+        self._to_check.append(effect)
+        if not self._is_checking:
+            self._is_checking = True
+            self._p.driver.start(self._check_all(), name="check")
+
+    async def _check_all(self) -> None:
+        while self._to_check:
+            await self._check(self._to_check.popleft())
+        self._is_checking = False
+
+    async def _check(self, effect: CheckContribution) -> None:
+        p = self._p
+        fragment = effect.id.fragment
+
+        def check() -> ContributionChecked:
+            try:
+                frame = p.store.get(effect.blob)
+            except BlobError as exc:
+                return ContributionChecked(effect.id, False, str(exc), 0.0)
+            result = check_contribution(
+                frame,
+                num_elements=p.outer.layout.num_elements[fragment],
+                layout_digest=p.outer.layout.digest,
+                fragment=fragment,
+                spec=p.manifest.codec_up,
+                length_max=length_max(p.outer.theta(fragment)),
+            )
+            return ContributionChecked(effect.id, result.ok, result.reason, result.norm if result.ok else 0.0)
+
+        event = await p.worker.call(check)
+        p.counters.up_bytes += effect.blob.size
+        p.counters.up_params += p.outer.layout.num_elements[fragment]
+        p.driver.feed(event)
+
+    async def _merge(self, effect: Merge) -> None:
+        p = self._p
+
+        def merge() -> tuple[MergeOutcome, BlobRef]:
+            outcome = p.outer.merge(effect, p.store.get, p.manifest)
+            return outcome, self._put_update(outcome.frame)
+
+        try:
+            outcome, update = await p.worker.call(merge)
+        except MergeError as exc:
+            p.driver.feed(MergeFailed(effect.fragment, effect.round, effect.attempt, exc.reason, exc.culprit))
+            return
+        except BlobError as exc:
+            p.driver.feed(MergeFailed(effect.fragment, effect.round, effect.attempt, str(exc), None))
+            return
+        p.counters.down_bytes += update.size
+        p.counters.down_params += p.outer.layout.num_elements[effect.fragment]
+        merged = Merged(
+            fragment=effect.fragment,
+            round=effect.round,
+            attempt=effect.attempt,
+            update=update,
+            state_digest=outcome.state_digest,
+            momentum_digest=outcome.momentum_digest,
+            rbar=outcome.rbar,
+            rho=outcome.rho,
+        )
+        p.driver.feed(merged)
+
+    def _put_update(self, frame: bytes) -> BlobRef:
+        """From the moment it exists it is ours."""
+        self._updates.add(blob_ref(frame).digest)
+        return self._p.store.put(frame)

@@ -1,0 +1,193 @@
+"""The HTTP library as the dialing side uses it, and the small questions that one peer asks another.
+
+Stands apart so that there is one place where its exceptions become ours, where answers are bounded before they are
+read, and where a request's only time limit is a progress deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
+
+from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
+from geo_diloco.manifest import RunId, run_id_from_bytes
+from geo_diloco.runtime.wire import LINE_BYTES_MAX, Signed
+
+Session = aiohttp.ClientSession
+Response = aiohttp.ClientResponse
+
+STALL_S = 30.0
+CONNECT_S = 10.0
+MANIFEST_BYTES_MAX = 4 << 20
+CHAIN_BYTES_MAX = 2 * LINE_BYTES_MAX
+"""Of one answer to a question for entries."""
+STATUS_BYTES_MAX = 4 << 20
+_ERROR_BYTES_MAX = 4096
+_UNSENT_BYTES_MAX = 128 << 10
+"""Kept small so that what the kernel takes from us is what the network carries: else a stall is not seen."""
+
+
+class TransferRefused(TransferError):
+    """The other side won't ever give or take that: trying again is of no use."""
+
+
+@dataclass
+class ByteCounters:
+    """Bytes of bodies and messages that this process moved, by plane."""
+
+    bulk_in: int = 0
+    bulk_out: int = 0
+    control_in: int = 0
+    control_out: int = 0
+
+
+def make_session() -> Session:
+    """The one session of a process: no total time limit, warm connections, no cookies, nothing decompressed."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        connector=aiohttp.TCPConnector(limit=64, limit_per_host=16, keepalive_timeout=60, socket_factory=_make_socket),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+    )
+
+
+def _make_socket(info: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(info[0], info[1], info[2])
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
+    return made
+
+
+class Deadline:
+    """A progress deadline: TimeoutError in the body if nobody calls `touch` for `stall_s`."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._timeout = asyncio.timeout(stall_s)
+        self._is_running = False
+
+    async def __aenter__(self) -> Deadline:
+        await self._timeout.__aenter__()
+        self._is_running = True
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        self._is_running = False
+        await self._timeout.__aexit__(*exc_info)
+
+    def touch(self) -> None:
+        """Also from another task, and harmless when it is too late."""
+        if self._is_running and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self._stall_s)
+
+
+@asynccontextmanager
+async def asking(url: str) -> AsyncIterator[None]:
+    """The HTTP library's exceptions become TransferError."""
+    try:
+        yield
+    except TimeoutError as exc:
+        raise TransferError(f"{url}: no progress in time") from exc
+    except (aiohttp.ClientError, HttpProcessingError, OSError) as exc:
+        raise TransferError(f"{url}: {str(exc) or type(exc).__name__}") from exc
+
+
+async def raise_for_status(response: Response) -> None:
+    if response.status in (200, 206):
+        return
+    body = b"" if response.method == "HEAD" else await response.content.read(_ERROR_BYTES_MAX)
+    try:
+        said = str(_json_object(body, str(response.url)).get("detail", ""))[:300]
+        detail = "".join(character if character.isprintable() else " " for character in said)
+    except RemoteProtocolError:
+        detail = ""
+    text = f"{response.method} {response.url} answers {response.status} {detail}".strip()
+    if response.status in (408, 409, 422, 429) or response.status >= 500:
+        raise TransferError(text)
+    raise TransferRefused(text)
+
+
+# ---- small questions -------------------------------------------------------------------------------------------
+
+
+async def fetch_manifest(session: Session, base_url: str, run: RunId, *, counters: ByteCounters | None = None) -> bytes:
+    """The manifest's canonical bytes, which hash to `run`. RefusedError if the peer serves another run."""
+    body = await _ask(session, f"{base_url}/v1/run", bytes_max=MANIFEST_BYTES_MAX, counters=counters)
+    if run_id_from_bytes(body) != run:
+        raise RefusedError(f"{base_url} serves run {run_id_from_bytes(body)[:12]}, wanted {run[:12]}")
+    return body
+
+
+async def fetch_entries(
+    session: Session,
+    base_url: str,
+    from_seq: int,
+    *,
+    limit: int = 256,
+    counters: ByteCounters | None = None,
+) -> list[Signed]:
+    """Up to `limit` signed entries from `from_seq` on, not verified; the peer may send fewer. None means no more."""
+    url = f"{base_url}/v1/chain?from={from_seq:d}&limit={limit:d}"
+    lines = (await _ask(session, url, bytes_max=CHAIN_BYTES_MAX, counters=counters)).splitlines()
+    if len(lines) > limit:
+        raise RemoteProtocolError(f"{len(lines)} entries from {base_url}, {limit} were asked for")
+    return [Signed.from_line(line) for line in lines]
+
+
+async def fetch_snapshot(
+    session: Session,
+    base_url: str,
+    fragments: Collection[int] | None = None,
+    *,
+    counters: ByteCounters | None = None,
+) -> Signed | None:
+    """The newest snapshot's signed description, not verified (its blobs are fetched one by one); None if none yet."""
+    query = "" if fragments is None else "?fragments=" + ",".join(str(p) for p in sorted(fragments))
+    body = await _ask(session, f"{base_url}/v1/snapshot{query}", bytes_max=LINE_BYTES_MAX, counters=counters)
+    return Signed.from_line(body) if body else None
+
+
+async def fetch_status(session: Session, base_url: str, *, counters: ByteCounters | None = None) -> dict[str, Any]:
+    body = await _ask(session, f"{base_url}/v1/status", bytes_max=STATUS_BYTES_MAX, counters=counters)
+    return _json_object(body, base_url)
+
+
+async def _ask(session: Session, url: str, *, bytes_max: int, counters: ByteCounters | None) -> bytes:
+    async with asking(url), Deadline(STALL_S) as deadline, session.get(url, allow_redirects=False) as response:
+        deadline.touch()
+        await raise_for_status(response)
+        body = await read_bounded(response, bytes_max, deadline)
+    if counters is not None:
+        counters.control_in += len(body)
+    return body
+
+
+async def read_bounded(response: Response, bytes_max: int, deadline: Deadline) -> bytes:
+    if (response.content_length or 0) > bytes_max:
+        raise RemoteProtocolError(f"{response.url} answers {response.content_length} bytes, at most {bytes_max} wanted")
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        deadline.touch()
+        body += chunk
+        if len(body) > bytes_max:
+            raise RemoteProtocolError(f"{response.url} answers more than the {bytes_max} bytes wanted")
+    return bytes(body)
+
+
+def _json_object(body: bytes, url: str) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise RemoteProtocolError(f"{url} answers no JSON") from exc
+    if not isinstance(found, dict):
+        raise RemoteProtocolError(f"{url} answers no JSON object")
+    return found

@@ -1,0 +1,352 @@
+"""What a peer keeps on disk for others and for its own return: blobs by digest, and the chain as signed.
+
+Both are written so that a crash at any moment leaves nothing half true: a blob appears by a rename after it was
+verified and synced, the chain grows by one synced line at a time and a torn last line is cut off. Both are safe to use
+from the event loop and the worker thread at once. How a blob is made of pieces is `pieces.py`'s matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from blake3 import blake3
+
+from geo_diloco.errors import BlobError, LocalProtocolError, RemoteProtocolError, RunDirError
+from geo_diloco.manifest import Digest, Seq
+from geo_diloco.protocol.messages import BlobRef
+from geo_diloco.runtime.disk import StoreFullError, atomic_write, disk_errors, fsync_folder, read_at, remove_drafts
+from geo_diloco.runtime.pieces import (
+    INDEX_SUFFIX,
+    PART_SUFFIX,
+    PIECE_BYTES,
+    BlobStatus,
+    OpenBudget,
+    PartialBlob,
+    blob_ref,
+    check_index,
+    check_size,
+    digest_in_index,
+    num_pieces,
+    piece_digests,
+    piece_size,
+)
+from geo_diloco.runtime.wire import LINE_BYTES_MAX, Signed
+
+__all__ = ["PIECE_BYTES", "BlobStatus", "BlobStore", "ChainStore", "atomic_write", "blob_ref", "piece_digests"]
+
+DISK_RESERVE_BYTES = 64 << 20
+"""Left free on the disk for the chain and the tape, which must not fail."""
+_INDEXES_MAX = 256
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class BlobStore:
+    """Blobs under one folder, which belongs to one process."""
+
+    def __init__(self, root: Path, *, budget: OpenBudget | None = None, is_read_only: bool = False) -> None:
+        """`is_read_only`: whoever holds the folder may be at work in it; nothing is tidied up or dropped."""
+        self.on_damaged: Callable[[BlobRef], None] = lambda ref: None
+        """Told of a blob that was dropped because its bytes had changed on disk; from any thread."""
+        self._root = root
+        self._is_read_only = is_read_only
+        self._budget = budget or OpenBudget()
+        self._lock = threading.Lock()
+        self._partials: dict[Digest, PartialBlob] = {}
+        self._indexes: dict[Digest, bytes] = {}
+        if is_read_only:
+            return
+        with disk_errors():
+            root.mkdir(parents=True, exist_ok=True)
+            remove_drafts(root)
+
+    def put(self, data: bytes | memoryview) -> BlobRef:
+        """Hold these bytes; they are on disk when it returns."""
+        ref = blob_ref(data)
+        if not self.has(ref):
+            self._check_space(ref.size)
+            with disk_errors():
+                atomic_write(self._path(ref), data)
+            self._discard_partial(ref)
+        return ref
+
+    def get(self, ref: BlobRef) -> bytes:
+        """The whole blob, verified. A damaged one is dropped, so that it can be fetched again."""
+        if not self.has(ref):
+            raise BlobError(f"blob {ref.digest[:12]} of {ref.size} bytes is not held")
+        with disk_errors():
+            data = self._path(ref).read_bytes()
+        if blob_ref(data) != ref:
+            raise self._damaged(ref)
+        return data
+
+    def has(self, ref: BlobRef) -> bool:
+        """Whether the blob is complete here."""
+        try:
+            return self._path(ref).stat().st_size == ref.size
+        except OSError:
+            return False
+
+    def find(self, digest: str) -> BlobRef | None:
+        """The complete blob of that digest, if held."""
+        if not _DIGEST.fullmatch(digest):
+            return None
+        try:
+            return BlobRef(Digest(digest), (self._root / digest).stat().st_size)
+        except OSError:
+            return None
+
+    def delete(self, ref: BlobRef) -> None:
+        """Forget it, complete or partial. Forgetting what is not held is harmless."""
+        self._discard_partial(ref)
+        with self._lock:
+            self._indexes.pop(ref.digest, None)
+        with disk_errors():
+            self._path(ref).unlink(missing_ok=True)
+
+    def sweep(self, keep: Collection[str]) -> int:
+        """Delete every blob, complete or partial, whose digest is not in `keep`; returns how many."""
+        with disk_errors():
+            found = {path.name.removesuffix(PART_SUFFIX).removesuffix(INDEX_SUFFIX) for path in self._root.iterdir()}
+        unwanted = sorted(name for name in found if _DIGEST.fullmatch(name) and name not in keep)
+        for name in unwanted:
+            self.delete(BlobRef(Digest(name), 0))
+        return len(unwanted)
+
+    def status(self, ref: BlobRef) -> BlobStatus:
+        if self.has(ref):
+            return BlobStatus(True, True, frozenset(range(num_pieces(ref.size))), {})
+        return self._partial(ref).status()
+
+    def index(self, ref: BlobRef) -> bytes:
+        """The joined digests of its pieces. Raises BlobError if not known."""
+        if not self.has(ref):
+            return self._partial(ref).index()
+        with self._lock:
+            known = self._indexes.get(ref.digest)
+        if known is None:
+            known = b"".join(piece_digests(self.get(ref)))
+            with self._lock:
+                if len(self._indexes) >= _INDEXES_MAX:
+                    self._indexes.pop(next(iter(self._indexes)))
+                self._indexes[ref.digest] = known
+        return known
+
+    def set_index(self, ref: BlobRef, index: bytes) -> None:
+        """Wanted before the pieces of a blob of several. Raises BlobError if it is not the index of `ref`."""
+        if self.has(ref):
+            return
+        check_index(ref, index)
+        self._check_space(ref.size)
+        partial = self._partial(ref)
+        partial.set_index(index)
+        self._drop_if_over(partial)
+
+    def append_piece(self, ref: BlobRef, i: int, offset: int, chunk: bytes | memoryview) -> bool:
+        """Add bytes of piece `i` from `offset` on; True once the piece is held.
+
+        Bytes that are already there are skipped, so that repeats and two writers do no harm. At the piece's end its
+        digest is checked: if it is wrong the piece begins again at 0 and BlobError is raised. GapError if `offset`
+        lies beyond what is there.
+        """
+        size = piece_size(ref.size, i)
+        if offset < 0 or offset + len(chunk) > size:
+            raise BlobError(f"bytes {offset} to {offset + len(chunk)} of a piece of {size}")
+        if self.has(ref):
+            return True
+        if offset == 0:
+            self._check_space(size)
+        partial = self._partial(ref)
+        is_held = partial.append(i, offset, chunk)
+        self._drop_if_over(partial)
+        return is_held
+
+    def read_piece(self, ref: BlobRef, i: int) -> bytes:
+        """Piece `i`, verified; of a partial blob too. Raises BlobError if it is not held."""
+        size = piece_size(ref.size, i)
+        if not self.has(ref):
+            return self._partial(ref).read(i)
+        wanted = digest_in_index(self.index(ref), i)
+        with disk_errors():
+            data = read_at(self._path(ref), i * PIECE_BYTES, size)
+        if blake3(data).digest() != wanted:
+            raise self._damaged(ref)
+        return data
+
+    def _path(self, ref: BlobRef) -> Path:
+        if not _DIGEST.fullmatch(ref.digest):
+            raise BlobError(f"{ref.digest[:80]!r} is not a digest")
+        return self._root / ref.digest
+
+    def _partial(self, ref: BlobRef) -> PartialBlob:
+        path = self._path(ref)
+        check_size(ref)
+        with self._lock:
+            partial = self._partials.get(ref.digest)
+            if partial is None or partial.ref != ref or partial.is_over:
+                partial = self._partials[ref.digest] = PartialBlob(ref, path, self._budget)
+        return partial
+
+    def _drop_if_over(self, partial: PartialBlob) -> None:
+        if partial.is_over:
+            with self._lock:
+                if self._partials.get(partial.ref.digest) is partial:
+                    self._partials.pop(partial.ref.digest)
+
+    def _discard_partial(self, ref: BlobRef) -> None:
+        path = self._path(ref)
+        with self._lock:
+            partial = self._partials.pop(ref.digest, None) or PartialBlob(ref, path, self._budget)
+            partial.discard()
+
+    def _damaged(self, ref: BlobRef) -> BlobError:
+        if self._is_read_only:
+            return BlobError(f"blob {ref.digest[:12]} is damaged on disk")
+        self.delete(ref)
+        self.on_damaged(ref)
+        return BlobError(f"blob {ref.digest[:12]} was damaged on disk and is dropped")
+
+    def why_full(self, needed: int = PIECE_BYTES) -> str:
+        """Why so many bytes can't be taken now; empty if they can."""
+        with disk_errors():
+            free = shutil.disk_usage(self._root).free
+        if free >= needed + DISK_RESERVE_BYTES:
+            return ""
+        return (
+            f"disk full: {needed} bytes wanted, {free} free of which {DISK_RESERVE_BYTES} are kept back; "
+            f"free some space for {self._root}"
+        )
+
+    def _check_space(self, needed: int) -> None:
+        if why := self.why_full(needed):
+            raise StoreFullError(why)
+
+
+class ChainStore:
+    """The chain's entries as signed, one line each. Belongs to one process.
+
+    Consecutive `seq` and matching `prev` are checked on every append and load; signatures are the reader's matter
+    (`wire.open_entry`).
+    """
+
+    def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
+        """`is_read_only`: another process may be appending to it; a torn last line is left alone."""
+        self._path = path
+        self._is_read_only = is_read_only
+        self._lock = threading.Lock()
+        self._offsets: list[int] = []
+        """Where each line begins, and where the next one will."""
+        self._first_seq = Seq(0)
+        self._head = Digest("")
+        try:
+            if not is_read_only:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            self._file = path.open("rb" if is_read_only else "a+b", buffering=0)
+        except OSError as exc:
+            raise RunDirError(f"chain {path}: {exc.strerror or exc}") from exc
+        try:
+            if is_new:
+                fsync_folder(path.parent)
+            self._scan()
+        except OSError as exc:
+            self._file.close()
+            raise RunDirError(f"chain {path}: {exc.strerror or exc}") from exc
+        except RunDirError:
+            self._file.close()
+            raise
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._offsets) - 1
+
+    @property
+    def head_seq(self) -> Seq | None:
+        """Of the newest entry; None if there is none."""
+        return Seq(self._first_seq + self.num_entries - 1) if self.num_entries else None
+
+    def append(self, signed: Signed) -> None:
+        """On disk when it returns. Raises LocalProtocolError if it does not follow the newest entry."""
+        seq, prev = _place_on_chain(signed)
+        with self._lock:
+            if self.num_entries and (seq != self._first_seq + self.num_entries or prev != self._head):
+                raise LocalProtocolError(f"entry {seq} appended to a chain whose newest is {self.head_seq}")
+            line = signed.to_line().encode() + b"\n"
+            end = self._offsets[-1]
+            try:
+                _write_all(self._file.fileno(), line)
+                os.fsync(self._file.fileno())
+            except OSError as exc:
+                os.ftruncate(self._file.fileno(), end)
+                raise RunDirError(f"chain {self._path}: {exc.strerror or exc}; free some space") from exc
+            self._take(seq, signed.digest, end + len(line))
+
+    def load(self) -> list[Signed]:
+        """All entries."""
+        return self.signed(self._first_seq, self.num_entries)
+
+    def signed(self, from_seq: int, limit: int) -> list[Signed]:
+        """Up to `limit` entries from `from_seq` on; fewer, or none, at the end of the chain."""
+        with self._lock:
+            first = min(max(from_seq - self._first_seq, 0), self.num_entries)
+            last = min(first + max(limit, 0), self.num_entries)
+            begin, end = self._offsets[first], self._offsets[last]
+        with disk_errors():
+            lines = read_at(self._path, begin, end - begin).splitlines()
+        return [Signed.from_line(line) for line in lines]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, seq: Seq, digest: Digest, next_offset: int) -> None:
+        if not self.num_entries:
+            self._first_seq = seq
+        self._head = digest
+        self._offsets.append(next_offset)
+
+    def _scan(self) -> None:
+        """Find the lines; cut off a torn last one. Raises RunDirError if an earlier one is damaged."""
+        self._offsets.append(0)
+        size = os.fstat(self._file.fileno()).st_size
+        with self._path.open("rb") as file:
+            while line := file.readline(LINE_BYTES_MAX + 1):
+                number = self.num_entries + 1
+                end = self._offsets[-1] + len(line)
+                try:
+                    if not line.endswith(b"\n"):
+                        raise RemoteProtocolError("line without an end")
+                    signed = Signed.from_line(line.rstrip(b"\n"))
+                    seq, prev = _place_on_chain(signed)
+                except RemoteProtocolError as exc:
+                    if end >= size:
+                        break
+                    raise RunDirError(f"chain {self._path}, line {number} is damaged: restore a backup") from exc
+                if self.num_entries and (seq != self._first_seq + self.num_entries or prev != self._head):
+                    raise RunDirError(f"chain {self._path}, line {number} does not follow the one before")
+                self._take(seq, signed.digest, end)
+        if self._offsets[-1] < size and not self._is_read_only:
+            os.ftruncate(self._file.fileno(), self._offsets[-1])
+            os.fsync(self._file.fileno())
+
+
+def _place_on_chain(signed: Signed) -> tuple[Seq, Digest]:
+    """(seq, prev) of an entry's body, without verifying it."""
+    try:
+        header = json.loads(signed.body)["header"]
+        seq, prev = header["seq"], header["prev"]
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise RemoteProtocolError("not an entry", peer=signed.signer) from exc
+    if not isinstance(seq, int) or not isinstance(prev, str):
+        raise RemoteProtocolError("entry without seq or prev", peer=signed.signer)
+    return Seq(seq), Digest(prev)
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]

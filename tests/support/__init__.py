@@ -1,0 +1,1 @@
+"""What several suites share: a deterministic in-memory cluster of real cores, and the checkers that watch it."""

@@ -1,0 +1,182 @@
+"""Small chains for unit tests, entry by entry, without a syncer."""
+
+from __future__ import annotations
+
+from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, Seq, SyncSpec, Term, Version
+from geo_diloco.protocol.events import EntryArrived, SnapshotLoaded
+from geo_diloco.protocol.ledger import Ledger
+from geo_diloco.protocol.messages import (
+    BlobRef,
+    Commit,
+    Contribution,
+    ContributionId,
+    Entry,
+    EntryHeader,
+    Finished,
+    Found,
+    Open,
+    Participant,
+    Record,
+)
+from tests.support.cluster import FOUNDER, LAYOUT, RUN, fake_digest, fake_peer
+
+ANN, BEN, CYD = sorted(fake_peer(name) for name in ("ann", "ben", "cyd"))
+SYNC = SyncSpec(interval_steps=8, num_fragments=2, overlap_steps=2, staleness_max=2)
+
+
+def participant(
+    peer: PeerId, base: Digest, base_version: int, first_step: int, last_step: int, tokens: int = 100
+) -> Participant:
+    return Participant(
+        peer=peer,
+        base=base,
+        base_version=Version(base_version),
+        first_step=first_step,
+        last_step=last_step,
+        steps=last_step - first_step,
+        tokens=tokens,
+        tokens_unmerged=tokens,
+        contribution=BlobRef(fake_digest("contribution", peer, base, last_step), 50),
+        weight=1.0,
+        norm=1.0,
+    )
+
+
+class ChainBuilder:
+    """Builds entries that follow each other; `events` are as a peer hears of them."""
+
+    def __init__(self, num_elements: tuple[int, ...] = (100, 300)) -> None:
+        self.num_elements = num_elements
+        self.events: list[EntryArrived] = []
+        self.versions = [0] * len(num_elements)
+        self.bases: list[Digest] = []
+        self.term = 1
+
+    @classmethod
+    def opened(cls, num_elements: tuple[int, ...] = (100, 300)) -> ChainBuilder:
+        chain = cls(num_elements)
+        chain.found()
+        chain.open()
+        return chain
+
+    def header(self) -> EntryHeader:
+        return EntryHeader(
+            run=RUN,
+            branch=BranchId(self.events[0].digest if self.events else ""),
+            term=Term(self.term),
+            seq=Seq(len(self.events)),
+            prev=self.events[-1].digest if self.events else "",
+        )
+
+    def add(self, entry: Entry) -> EntryArrived:
+        event = EntryArrived(entry, fake_digest(entry), FOUNDER)
+        self.events.append(event)
+        return event
+
+    def found(self) -> EntryArrived:
+        fragments = range(len(self.num_elements))
+        event = self.add(
+            Found(
+                header=self.header(),
+                boot=BootId("b" * 16),
+                state_digests=tuple(fake_digest("theta", p, 0) for p in fragments),
+                momentum_digests=tuple(fake_digest("momentum", p, 0) for p in fragments),
+                layout_digest=LAYOUT,
+                num_elements=self.num_elements,
+                roster=(FOUNDER,),
+            )
+        )
+        self.bases = [event.digest for _ in fragments]
+        return event
+
+    def open(self, term: int = 1) -> EntryArrived:
+        self.term = term
+        return self.add(Open(header=self.header(), syncer=FOUNDER, boot=BootId("b" * 16), address=""))
+
+    def commit(self, fragment: int = 0, *participants: Participant) -> EntryArrived:
+        event = self.add(self.commit_entry(fragment, *participants))
+        self.versions[fragment] += 1
+        self.bases[fragment] = event.digest
+        return event
+
+    def commit_entry(self, fragment: int, *participants: Participant) -> Commit:
+        version = self.versions[fragment] + 1
+        return Commit(
+            header=self.header(),
+            fragment=FragmentId(fragment),
+            version=Version(version),
+            round=version,
+            attempt=1,
+            update=BlobRef(fake_digest("update", fragment, version), 10),
+            state_digest=fake_digest("theta", fragment, version),
+            momentum_digest=fake_digest("momentum", fragment, version),
+            eta=0.7,
+            mu=0.5,
+            participants=participants,
+            left_out=(),
+            quorum_wait_ms=1,
+            grace_ms=1,
+            close_reason="all who could deliver have",
+            rbar=1.0,
+            rho=None,
+            tokens_total=0,
+            progress=min(1.0, len(self.events) / 100),
+        )
+
+    def record(self, loss: float = 2.0) -> EntryArrived:
+        header = self.header()
+        return self.add(Record(header=header, measured_seq=Seq(header.seq - 1), heldout_loss=loss))
+
+    def finished(self) -> EntryArrived:
+        return self.add(Finished(header=self.header(), reason="enough", tokens_total=0))
+
+    def ledger(self) -> Ledger:
+        """One that took it all."""
+        ledger = Ledger(founder=FOUNDER)
+        for event in self.events:
+            assert ledger.why_not(event.entry, event.signer) is None
+            ledger.apply(event.entry, event.digest)
+        return ledger
+
+    def snapshot(self) -> SnapshotLoaded:
+        """Of the state after all entries so far."""
+        ledger = self.ledger()
+        return SnapshotLoaded(
+            branch=ledger.branch,
+            term=ledger.term,
+            seq=ledger.seq,
+            head_digest=ledger.head_digest,
+            heads=tuple(ledger.heads),
+            num_elements=ledger.num_elements,
+            layout_digest=LAYOUT,
+            tokens_per_fragment=tuple(ledger.tokens),
+            progress=ledger.progress,
+        )
+
+
+def contribution(
+    peer: PeerId = ANN,
+    *,
+    base: Digest,
+    fragment: int = 0,
+    base_version: int = 0,
+    first_step: int = 0,
+    last_step: int = 8,
+    steps: int = 8,
+    tokens: int = 100,
+    tokens_unmerged: int = 100,
+    size: int = 50,
+    blob: str = "delta",
+) -> Contribution:
+    return Contribution(
+        id=ContributionId(peer, FragmentId(fragment), base, last_step),
+        round=1,
+        attempt=1,
+        base_version=Version(base_version),
+        first_step=first_step,
+        steps=steps,
+        tokens=tokens,
+        tokens_unmerged=tokens_unmerged,
+        cursor=tokens,
+        blob=BlobRef(fake_digest(blob, peer, fragment, last_step), size),
+    )

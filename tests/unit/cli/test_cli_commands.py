@@ -1,0 +1,364 @@
+"""What each command hands to the node, and what it prints; the node itself is a fake here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from geo_diloco.cli import app as cli
+from geo_diloco.cli import options
+from geo_diloco.cli.status import status_text
+from geo_diloco.config import PeerConfig, load_manifest
+from geo_diloco.errors import ConfigError, InviteError, RefusedError, TapeError
+from geo_diloco.manifest import RunId
+from geo_diloco.runtime.invite import Invite
+from geo_diloco.tape import ReplayResult
+
+RUN = RunId("0f" * 20)
+ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSoLnSGccFuZQJzRadHn95W2CrSFmZuTdDWP8HXaHca9z"
+LOCAL = Invite(run=RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
+REMOTE = Invite(run=RUN, bootstraps=("/ip4/192.0.2.1/tcp/1/p2p/Qm1",))
+STATUS: dict[str, Any] = {
+    "run": RUN,
+    "name": "a\x1b[31mrun",
+    "peer": "ab" * 32,
+    "role": "syncer",
+    "term": 1,
+    "seq": 7,
+    "finished": False,
+    "heldout": [[1, 5.6, 0.0], [7, 2.1, 30.0]],
+    "tokens_total": 1000,
+    "commits": 5,
+    "progress": 0.25,
+    "learners": [
+        {
+            "peer": "cd" * 32,
+            "host": "box",
+            "connected": False,
+            "step": 24,
+            "tokens": 3072,
+            "tokens_per_s": 900.4,
+            "loss": None,
+            "step_time_ms": 1.0,
+            "doing": "training",
+        }
+    ],
+    "rounds": [
+        {
+            "round": 3,
+            "fragment": 2,
+            "version": 1,
+            "participants": 3,
+            "live": 4,
+            "quorum_wait_ms": 12,
+            "grace_ms": 8,
+            "reason": "all expected delivered",
+        }
+    ],
+    "waiting": [{"fragment": 1, "reason": "quorum: 0 of 1"}],
+    "bytes_in": 10,
+    "bytes_out": 20,
+    "bytes_per_param_up": 0.4,
+    "bytes_per_param_down": 0.5,
+    "uptime_s": 31.0,
+}
+
+
+@dataclass(frozen=True)
+class FounderInfo:
+    """As the node's, as far as it is printed."""
+
+    run: str = RUN
+    invite: str = "gd1-invite"
+    http: str = "127.0.0.1:31340"
+    run_dir: Path = Path("somewhere")
+
+
+@dataclass
+class FakeNode:
+    """Stands in for `geo_diloco.node`: records what it was asked for."""
+
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    exit_status: int = 0
+    replayed: ReplayResult = field(default_factory=ReplayResult)
+
+    def run_founder(self, source: Path, config: PeerConfig, *, on_ready: Any) -> int:
+        self.calls.append(("founder", source, config))
+        on_ready(FounderInfo())
+        return self.exit_status
+
+    def run_follower(self, invite: Invite, config: PeerConfig) -> int:
+        self.calls.append(("follower", invite, config))
+        return self.exit_status
+
+    def fetch_status(self, invite: Invite) -> dict[str, Any]:
+        self.calls.append(("status", invite))
+        return STATUS
+
+    def export(self, run_dir: Path, to: Path) -> Path:
+        self.calls.append(("export", run_dir, to))
+        return to
+
+    def replay(self, tape: Path) -> ReplayResult:
+        return self.replayed
+
+    @contextlib.contextmanager
+    def join(self, invite: Invite, config: PeerConfig) -> Iterator[str]:
+        self.calls.append(("learner", invite, config))
+        yield "a peer"
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
+    fake = FakeNode()
+    module = types.ModuleType("geo_diloco.node")
+    loop = types.ModuleType("geo_diloco.training.loop")
+    for name in ("run_founder", "run_follower", "fetch_status", "join", "export", "replay"):
+        setattr(module, name, getattr(fake, name))
+    loop.train = lambda peer: fake.calls.append(("train", peer))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "geo_diloco.node", module)
+    monkeypatch.setitem(sys.modules, "geo_diloco.training.loop", loop)
+    return fake
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+
+
+# ---- init --------------------------------------------------------------------------------------------------------
+
+
+def test_init_writes_a_manifest_that_can_be_started(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    result = run("init", str(path))
+    assert result.exit_code == 0
+    assert f"geo-diloco start {path}" in result.output
+    assert load_manifest(path).sync.num_fragments == 4
+
+
+def test_init_replaces_a_file_only_when_forced(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is there already; choose another name, or replace it with --force"):
+        run("init", str(path))
+    assert path.read_text() == "mine"
+    run("init", str(path), "--force")
+    assert path.read_text() != "mine"
+
+
+def test_init_into_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory; choose a file that you can write"):
+        run("init", str(tmp_path / "none" / "run.toml"))
+
+
+def test_init_names_a_file_where_a_folder_was_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a folder; name a file in it, such as .*run\.toml"):
+        run("init", str(tmp_path), "--force")
+
+
+# ---- start -------------------------------------------------------------------------------------------------------
+
+
+def test_start_hands_the_settings_on_and_prints_how_to_join_and_resume(node: FakeNode, tmp_path: Path) -> None:
+    maddr = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    result = run("start", "run.toml", "--port", "0", "--run-dir", str(tmp_path), "--bootstrap", maddr)
+    assert result.exit_code == 0
+    (kind, source, config) = node.calls[0]
+    assert (kind, source) == ("founder", Path("run.toml"))
+    assert config == PeerConfig(port=0, run_dir=tmp_path, bootstraps=(maddr,))
+    assert "geo-diloco join gd1-invite" in result.stdout
+    assert "geo-diloco start somewhere" in result.stdout
+
+
+def test_start_as_json_prints_one_object_on_one_line(node: FakeNode) -> None:
+    result = run("start", "run.toml", "--json")
+    assert json.loads(result.stdout) == {
+        "run": RUN,
+        "invite": "gd1-invite",
+        "http": "127.0.0.1:31340",
+        "run_dir": "somewhere",
+    }
+    assert result.stdout.count("\n") == 1
+
+
+def test_the_nodes_exit_status_is_the_commands(node: FakeNode) -> None:
+    node.exit_status = 3
+    assert run("start", "run.toml").exit_code == 3
+    assert run("join", LOCAL.to_string(), "--no-train").exit_code == 3
+
+
+def test_off_loopback_start_warns_that_traffic_is_not_encrypted(node: FakeNode) -> None:
+    result = run("start", "run.toml", "--host", "0.0.0.0", "--announce", "example.org")
+    assert "warning: 0.0.0.0 is not loopback, and traffic is not yet encrypted" in result.stderr
+    assert "warning" not in run("start", "run.toml").stderr
+
+
+# ---- join --------------------------------------------------------------------------------------------------------
+
+
+def test_join_needs_only_the_invite(node: FakeNode) -> None:
+    assert run("join", LOCAL.to_string()).exit_code == 0
+    assert node.calls == [("learner", LOCAL, PeerConfig()), ("train", "a peer")]
+
+
+def test_join_without_training_follows(node: FakeNode) -> None:
+    run("join", LOCAL.to_string(), "--no-train", "--announce", "127.0.0.1:5")
+    assert node.calls == [("follower", LOCAL, PeerConfig(announce="127.0.0.1:5"))]
+
+
+def test_join_takes_flags_over_the_environment(node: FakeNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GEO_DILOCO_DEVICE", "cuda:1")
+    monkeypatch.setenv("GEO_DILOCO_DTYPE", "bfloat16")
+    flags = ("--device", "cpu", "--threads", "1", "--data-dir", str(tmp_path), "--save-every-s", "5")
+    run("join", LOCAL.to_string(), *flags)
+    expected = PeerConfig(device="cpu", dtype="bfloat16", threads=1, data_dir=tmp_path, save_every_s=5.0)
+    assert node.calls[0][2] == expected
+
+
+def test_joining_a_run_elsewhere_warns_that_traffic_is_not_encrypted(node: FakeNode) -> None:
+    assert "traffic is not yet encrypted" in run("join", REMOTE.to_string()).stderr
+    assert "warning" not in run("join", LOCAL.to_string()).stderr
+
+
+def test_a_bad_invite_is_named_before_anything_starts(node: FakeNode) -> None:
+    with pytest.raises(InviteError):
+        run("join", "gd1-nonsense")
+    assert node.calls == []
+
+
+# ---- status ------------------------------------------------------------------------------------------------------
+
+
+def test_status_as_json_is_what_the_syncer_said(node: FakeNode) -> None:
+    assert json.loads(run("status", LOCAL.to_string(), "--json").stdout) == STATUS
+
+
+def test_status_tells_people_where_the_run_stands(node: FakeNode) -> None:
+    text = run("status", LOCAL.to_string()).stdout
+    for part in (
+        "25% done",
+        "5 commits",
+        "held-out loss 2.1000 nats per token at seq 7 (first 5.6000)",
+        "cdcdcdcd  box  away, step 24, 900 tokens/s, loss -, training",
+        "round 3, fragment 2: 3 of 4 learners, quorum after 12 ms, grace 8 ms: all expected delivered",
+        "fragment 1 waits: quorum: 0 of 1",
+    ):
+        assert part in text
+
+
+def test_status_prints_no_control_character_that_a_peer_sent() -> None:
+    assert "\x1b" not in status_text(STATUS)
+
+
+def test_status_of_a_run_without_learners_or_measurements_is_readable() -> None:
+    text = status_text(STATUS | {"learners": [], "heldout": [], "rounds": [], "waiting": [], "finished": True})
+    assert "no learners yet" in text
+    assert "finished" in text
+
+
+# ---- export and replay -------------------------------------------------------------------------------------------
+
+
+def test_export_says_where_the_model_is(node: FakeNode, tmp_path: Path) -> None:
+    assert run("export", "run-dir", "--to", str(tmp_path)).stdout == f"wrote {tmp_path}\n"
+    assert node.calls == [("export", Path("run-dir"), tmp_path)]
+
+
+def test_a_replay_without_divergence_says_what_was_checked(node: FakeNode) -> None:
+    node.replayed = ReplayResult(num_boots=2, num_events=10, num_effects=7, updates_checked=3)
+    text = run("replay", "tape.jsonl").stdout
+    assert "10 events of 2 starts gave the same 7 effects; 3 updates redone" in text
+    assert json.loads(run("replay", "tape.jsonl", "--json").stdout)["updates_checked"] == 3
+
+
+def test_a_divergence_is_an_error_that_names_the_record(node: FakeNode) -> None:
+    node.replayed = ReplayResult(divergence="tape.jsonl:7: Tick: asked for Send")
+    with pytest.raises(TapeError, match=r"diverges at tape\.jsonl:7: Tick"):
+        run("replay", "tape.jsonl")
+
+
+# ---- bootstrap ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bootstrap_cannot_announce_a_port_that_it_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="--port = 0; allowed with --announce is a fixed port"):
+        run("bootstrap", "--port", "0", "--announce", "example.org")
+
+
+@pytest.mark.parametrize("host", ["", "a b"])
+def test_a_bootstrap_listens_on_an_address_and_not_on_a_slip_of_the_pen(host: str) -> None:
+    with pytest.raises(ConfigError, match="--host = .*an address of this machine to listen on"):
+        run("bootstrap", "--host", host, "--port", "0")
+
+
+# ---- who reads along ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC])
+def test_what_goes_on_goes_on_when_nobody_reads_along(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "_hush", lambda stream: None)
+    monkeypatch.setattr(options.typer, "echo", failing_echo(number))
+    options.say("the run is open")
+
+
+def test_an_answer_that_can_not_be_written_is_an_error_unless_the_reader_has_seen_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "_hush", lambda stream: None)
+    monkeypatch.setattr(options.typer, "echo", failing_echo(errno.EPIPE))
+    options.answer("a long one")
+    monkeypatch.setattr(options.typer, "echo", failing_echo(errno.ENOSPC))
+    with pytest.raises(ConfigError, match="standard output: No space left on device"):
+        options.answer("a long one")
+
+
+def failing_echo(number: int) -> Any:
+    def echo(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return echo
+
+
+# ---- the border --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_becomes_one_line_with_its_code_and_exit_status(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(invite: Invite, config: PeerConfig) -> int:
+        raise RefusedError("layout differs:\nfirst at lm_head")
+
+    monkeypatch.setattr(sys.modules["geo_diloco.node"], "run_follower", refuse)
+    monkeypatch.setattr(sys, "argv", ["geo-diloco", "join", LOCAL.to_string(), "--no-train"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == RefusedError.exit_status
+    assert capsys.readouterr().err == "error GD-202: layout differs: first at lm_head\n"
+
+
+def test_a_bug_keeps_its_traceback(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(invite: Invite) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys.modules["geo_diloco.node"], "fetch_status", break_down)
+    monkeypatch.setattr(sys, "argv", ["geo-diloco", "status", LOCAL.to_string()])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["unknown"], ["join"], ["start", "run.toml", "--port", "x"], ["join", "--nope", "x"]]
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(cli.app, arguments).exit_code == 2

@@ -1,0 +1,219 @@
+"""Merging: token weights, the two rules with their check values, memory and exactness."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from geo_diloco.errors import LayoutError, LocalProtocolError, NonFiniteFrame
+from geo_diloco.manifest import MergeRule
+from geo_diloco.numerics.fragments import Layout, TensorSpec
+from geo_diloco.numerics.merge import MergeResult, StreamingMerge, l2_norm, outer_gradient, token_weight
+
+
+def flat_layout(*sizes: int, embeddings: tuple[int, ...] = ()) -> Layout:
+    specs, offset = [], 0
+    for index, size in enumerate(sizes):
+        specs.append(TensorSpec(f"t{index:02d}", (size,), "float32", 0, offset, size, index in embeddings))
+        offset += size
+    return Layout(tuple(specs))
+
+
+def merged(
+    gradients: list[list[float]], weights: list[float], rule: MergeRule = "rda", layout: Layout | None = None
+) -> MergeResult:
+    merge = StreamingMerge(layout or flat_layout(len(gradients[0])), 0, rule)
+    for gradient, weight in zip(gradients, weights, strict=True):
+        merge.add(torch.tensor(gradient), weight)
+    return merge.result()
+
+
+def reference_rda(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    """Straight from the formula, in float64."""
+    total = sum(weights)
+    lengths = [np.linalg.norm(g) for g in gradients]
+    radius = sum(w * n for w, n in zip(weights, lengths, strict=True)) / total
+    zero = np.zeros_like(gradients[0])
+    direction = sum((w * (g / n if n else zero) for w, g, n in zip(weights, gradients, lengths, strict=True)), zero)
+    return radius * direction / np.linalg.norm(direction)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "weight"), [(10, 2, 50.0), (10, 1, 100.0), (0, 5, 0.0), (10, 0, 0.0), (0, 0, 0.0), (3, 2, 4.5)]
+)
+def test_the_token_weight_is_tokens_times_tokens_per_step(tokens: int, steps: int, weight: float) -> None:
+    assert token_weight(tokens, steps) == weight
+
+
+@pytest.mark.parametrize(
+    ("gradients", "weights", "expected"),
+    [
+        ([[1.0, 0.0], [0.0, 1.0]], [1.0, 1.0], [0.70711, 0.70711]),
+        ([[2.0, 0.0], [0.0, 2.0]], [3.0, 1.0], [1.89737, 0.63246]),
+        ([[3.0, -4.0], [3.0, -4.0]], [1.0, 1.0], [3.0, -4.0]),
+        ([[0.0, 0.0], [1.0, 0.0]], [1.0, 1.0], [0.5, 0.0]),
+    ],
+    ids=["orthogonal", "weighted", "equal", "one is zero"],
+)
+def test_radial_directional_averaging_gives_the_listed_values(
+    gradients: list[list[float]], weights: list[float], expected: list[float]
+) -> None:
+    result = merged(gradients, weights)
+    assert result.gradient.tolist() == pytest.approx(expected, abs=5e-6)
+    assert result.num_degenerate == 0
+
+
+def test_mean_is_the_weighted_mean() -> None:
+    assert merged([[2.0, 0.0], [0.0, 2.0]], [3.0, 1.0], "mean").gradient.tolist() == [1.5, 0.5]
+
+
+def test_directions_that_cancel_give_zero_and_are_counted() -> None:
+    layout = flat_layout(2, 2, 2)
+    result = merged([[1.0, 0.0, 1.0, 1.0, 0.0, 0.0], [-1.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [1.0, 1.0], "rda", layout)
+    assert result.gradient.tolist() == pytest.approx([0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    assert result.num_degenerate == 2, "one tensor cancels, one is zero for all"
+
+
+def test_each_tensor_is_averaged_on_its_own_and_embeddings_take_the_mean() -> None:
+    gradients = [[1.0, 0.0, 100.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 100.0, 0.0, 1.0]]
+    result = merged(gradients, [1.0, 1.0], "rda", flat_layout(2, 2, 2, embeddings=(1,)))
+    root = math.sqrt(0.5)
+    assert result.gradient.tolist() == pytest.approx([root, root, 50.0, 50.0, root, root])
+    plain = merged(gradients, [1.0, 1.0], "mean", flat_layout(2, 2, 2, embeddings=(1,)))
+    assert plain.gradient.tolist() == [0.5, 0.5, 50.0, 50.0, 0.5, 0.5]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    num_participants=st.integers(1, 6),
+    seed=st.integers(0, 2**31),
+    weights=st.lists(st.floats(0.01, 1e6), min_size=6, max_size=6),
+    unit=st.sampled_from([1e-12, 1.0, 1e9]),
+)
+def test_streaming_agrees_with_the_formula_whatever_the_weights_unit(
+    num_participants: int, seed: int, weights: list[float], unit: float
+) -> None:
+    generator = np.random.default_rng(seed)
+    gradients = [generator.normal(size=40).astype(np.float32) for _ in range(num_participants)]
+    used = [weight * unit for weight in weights[:num_participants]]
+    merge = StreamingMerge(flat_layout(30, 10, embeddings=(1,)), 0, "rda")
+    for gradient, weight in zip(gradients, used, strict=True):
+        merge.add(torch.from_numpy(gradient), weight)
+    result = merge.result().gradient.numpy()
+    wide = [gradient.astype(np.float64) for gradient in gradients]
+    directional = reference_rda([gradient[:30] for gradient in wide], used)
+    mean = sum(w * g[30:] for w, g in zip(used, wide, strict=True)) / sum(used)
+    np.testing.assert_allclose(result[:30], directional, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result[30:], mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-30, 1e-20, 1e15, 1e30])
+def test_very_small_and_very_large_gradients_keep_their_direction(size: float) -> None:
+    result = merged([[size, 0.0], [0.0, size]], [4e10, 4e10]).gradient
+    assert (result.double() / size).tolist() == pytest.approx([math.sqrt(0.5)] * 2, rel=2e-3)
+
+
+def test_a_zero_weight_adds_nothing() -> None:
+    gradients = [[1.0, 2.0], [50.0, -80.0], [3.0, 1.0]]
+    with_zero = merged(gradients, [2.0, 0.0, 1.0]).gradient
+    assert torch.equal(with_zero, merged([gradients[0], gradients[2]], [2.0, 1.0]).gradient)
+    nothing = merged(gradients, [0.0, 0.0, 0.0])
+    assert nothing.gradient.tolist() == [0.0, 0.0] and nothing.num_degenerate == 1
+
+
+def test_one_participant_keeps_its_gradient() -> None:
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    for rule in ("rda", "mean"):
+        merge = StreamingMerge(flat_layout(600, 400), 0, rule)
+        merge.add(gradient, 123.0)
+        assert torch.allclose(merge.result().gradient, gradient, rtol=1e-6, atol=0)
+
+
+def test_the_same_inputs_in_the_same_order_give_the_same_bits() -> None:
+    def once() -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        merge = StreamingMerge(flat_layout(90_000, 10), 0, "rda")
+        for weight in (3.0, 1e5, 7.0):
+            merge.add(torch.randn(90_010, generator=generator), weight)
+        return merge.result().gradient
+
+    first = once()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(once(), first), "nor does the number of threads matter"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_adding_leaves_the_gradient_alone_and_memory_does_not_grow_with_participants() -> None:
+    size = 500_000
+    merge = StreamingMerge(flat_layout(size), 0, "rda")
+    gradient = torch.ones(size)
+    kept = [value for value in vars(merge).values() if isinstance(value, Tensor)]
+    assert sum(tensor.numel() for tensor in kept) == size
+    tracemalloc.start()
+    try:
+        for _ in range(8):
+            merge.add(gradient, 1.0)
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+    kept = [value for value in vars(merge).values() if isinstance(value, Tensor)]
+    assert sum(tensor.numel() for tensor in kept) == size
+    assert torch.equal(gradient, torch.ones(size))
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_leaves_no_trace() -> None:
+    merge = StreamingMerge(flat_layout(2, 2), 0, "rda")
+    merge.add(torch.tensor([1.0, 0.0, 1.0, 0.0]), 1.0)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(NonFiniteFrame):
+            merge.add(torch.tensor([5.0, 5.0, 5.0, bad]), 1.0)
+    assert merge.result().gradient.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_merge_of_nothing_or_with_impossible_weights_is_our_own_fault() -> None:
+    with pytest.raises(LocalProtocolError, match="merge of nothing"):
+        StreamingMerge(flat_layout(2), 0, "rda").result()
+    for weight in (-1.0, math.nan, math.inf):
+        with pytest.raises(LocalProtocolError, match="weight"):
+            StreamingMerge(flat_layout(2), 0, "rda").add(torch.ones(2), weight)
+    for gradient in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
+        with pytest.raises(LayoutError):
+            StreamingMerge(flat_layout(2), 0, "rda").add(gradient, 1.0)
+
+
+def test_only_the_fragment_asked_for_is_merged() -> None:
+    layout = Layout((TensorSpec("a", (3,), "float32", 0, 0, 3, False), TensorSpec("b", (2,), "float32", 1, 0, 2, True)))
+    merge = StreamingMerge(layout, 1, "rda")
+    merge.add(torch.tensor([1.0, 0.0]), 1.0)
+    merge.add(torch.tensor([0.0, 1.0]), 1.0)
+    assert merge.result().gradient.tolist() == [0.5, 0.5]
+
+
+def test_the_outer_gradient_points_uphill_and_late_work_follows_its_form() -> None:
+    delta, drift = torch.tensor([1.0, -2.0]), torch.tensor([10.0, 20.0])
+    assert outer_gradient(delta, form="base-relative", drift=None).tolist() == [-1.0, 2.0]
+    assert outer_gradient(delta, form="base-relative", drift=drift).tolist() == [-1.0, 2.0]
+    assert outer_gradient(delta, form="paper", drift=None).tolist() == [-1.0, 2.0]
+    # Theta_now - (Theta_base + d)
+    base = torch.tensor([5.0, 5.0])
+    assert outer_gradient(delta, form="paper", drift=drift).tolist() == ((base + drift) - (base + delta)).tolist()
+
+
+def test_norms_accumulate_in_float64() -> None:
+    big = torch.ones(3_000_000)
+    big[0] = 4096.0
+    assert l2_norm(big) == pytest.approx(math.sqrt(4096.0**2 + 2_999_999), rel=1e-14)
+    assert l2_norm(torch.tensor([1e30, 1e30])) == pytest.approx(math.sqrt(2) * 1e30, rel=1e-6)
+    assert l2_norm(torch.zeros(5)) == 0.0
+    assert math.isnan(l2_norm(torch.tensor([1.0, math.nan])))
+    assert l2_norm(torch.tensor([1.0, -math.inf])) == math.inf

@@ -1,0 +1,306 @@
+"""The learner's side: what it samples, uploads and adopts, and what it does when things come twice, late or never."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from geo_diloco.manifest import FragmentId, Version
+from geo_diloco.protocol.effects import (
+    Adopt,
+    ForgetBlob,
+    Reset,
+    TakeSample,
+    TokensDropped,
+    TokensMerged,
+    Upload,
+)
+from geo_diloco.protocol.events import (
+    DeltaEncoded,
+    Disconnected,
+    FragmentReplaced,
+    SampleTaken,
+    UpdateLost,
+    UploadDone,
+    UploadFailed,
+)
+from geo_diloco.protocol.messages import (
+    BlobRef,
+    Contribution,
+    Decision,
+    Hello,
+    Sampled,
+)
+from tests.support.chains import ANN, SYNC, ChainBuilder, participant
+from tests.support.cluster import FOUNDER, fake_digest
+from tests.support.single import P0, Learning, adopt, begun, handed_in, of, only, said, take
+
+# ---- rounds
+
+
+def test_it_samples_when_asked_and_at_least_one_step_was_done_on_the_version() -> None:
+    learning, _ = begun()
+    assert only(learning.hear(learning.asked()), TakeSample) == []
+    assert only(learning.train(), TakeSample) == [TakeSample(P0, 1)]
+    assert only(learning.train(), TakeSample) == [], "asked once, sampled once"
+
+
+def test_the_contribution_says_what_it_stands_for() -> None:
+    learning, chain = begun()
+    learning.train(3)
+    learning.hear(learning.asked())
+    effects = learning.sample()
+    assert said(effects, Sampled) == [Sampled(round=1, fragment=P0, attempt=1)]
+    (claim,) = said(effects, Contribution)
+    assert (claim.first_step, claim.id.last_step, claim.steps, claim.tokens, claim.tokens_unmerged) == (
+        0,
+        3,
+        3,
+        300,
+        300,
+    )
+    assert (claim.id.base, claim.base_version) == (chain.events[0].digest, 0)
+    assert only(effects, Upload) == [Upload(claim.blob, "")]
+
+
+def test_a_question_twice_or_again_is_answered_by_one_sample() -> None:
+    learning, _ = begun()
+    asked = learning.asked()
+    learning.hear(asked)
+    learning.hear(asked)
+    assert len(only(learning.train(), TakeSample)) == 1
+    learning.hear(asked)
+    learning.sample()
+    effects = learning.hear(replace(asked, attempt=2)) + learning.train(20)
+    assert only(effects, TakeSample) == [], "one undecided contribution per fragment"
+
+
+def test_a_question_about_an_older_or_a_future_version_is_not_answered_with_this_one() -> None:
+    learning, chain = begun()
+    asked = learning.asked()
+    take(learning, chain.commit(0))
+    learning.train()
+    adopt(learning, 1)
+    assert only(learning.hear(asked) + learning.train(), TakeSample) == []
+    future = replace(learning.asked(round_=3), version=Version(2))
+    assert only(learning.hear(future) + learning.train(), TakeSample) == []
+
+
+def test_it_does_not_sample_what_it_is_about_to_adopt() -> None:
+    learning, chain = begun()
+    learning.train()
+    take(learning, chain.commit(0))
+    assert only(learning.hear(learning.asked()) + learning.train(), TakeSample) == []
+    adopt(learning, 1)
+    assert only(learning.train(), TakeSample) == [TakeSample(P0, 1)]
+
+
+def test_a_question_about_no_fragment_of_this_run_is_ignored() -> None:
+    learning, _ = begun()
+    for fragment in (-1, 2, 10**9):
+        assert only(learning.hear(replace(learning.asked(), fragment=FragmentId(fragment))), TakeSample) == []
+
+
+def test_a_sample_or_encoding_that_was_not_asked_for_is_dropped() -> None:
+    learning, _ = begun()
+    learning.train()
+    assert learning.give(SampleTaken(P0, 1, 1, 100, 100)) == []
+    blob = BlobRef(fake_digest("stray"), 50)
+    assert learning.give(DeltaEncoded(P0, 1, blob, 1.0)) == [ForgetBlob(blob)]
+
+
+# ---- uploads
+
+
+def test_one_upload_at_a_time_and_the_newest_round_first() -> None:
+    learning = Learning(ChainBuilder.opened((10, 10, 10)).snapshot(), replace(SYNC, num_fragments=3))
+    learning.connect()
+    for fragment, round_ in ((0, 1), (1, 2), (2, 3)):
+        learning.hear(learning.asked(fragment, round_))
+    learning.train()
+    first = only(learning.sample(0, 1), Upload)
+    assert only(learning.sample(1, 2), Upload) == only(learning.sample(2, 3), Upload) == []
+    (second,) = only(learning.give(UploadDone(first[0].blob, 1)), Upload)
+    assert second.blob == BlobRef(fake_digest("delta", 2, 1), 50)
+
+
+def test_an_upload_is_not_overtaken_for_ever() -> None:
+    """On a link that is always behind, newest first alone would starve the fragment whose round lacks a quorum."""
+    chain = ChainBuilder.opened((10, 10, 10))
+    learning = Learning(chain.snapshot(), replace(SYNC, num_fragments=3))
+    learning.connect()
+
+    def sampled(fragment: int, round_: int) -> Contribution:
+        learning.hear(learning.asked(fragment, round_))
+        learning.train()
+        return said(learning.sample(fragment, round_), Contribution)[0]
+
+    running, waiting = sampled(0, 1), sampled(1, 2)
+    uploads = []
+    for round_ in range(3, 7):
+        newer = sampled(2 if round_ % 2 else 0, round_)
+        uploads += only(learning.give(UploadDone(running.blob, 1)), Upload)
+        take(learning, chain.commit(running.id.fragment, of(running)))
+        adopt(learning, chain.versions[running.id.fragment], fragment=running.id.fragment)
+        running = newer
+    assert [upload.blob == waiting.blob for upload in uploads] == [False, False, False, True]
+
+
+def test_a_failed_upload_is_announced_and_tried_again_a_moment_later() -> None:
+    learning, _ = begun()
+    learning.hear(learning.asked())
+    learning.train()
+    (claim,) = said(learning.sample(), Contribution)
+    assert only(learning.give(UploadFailed(claim.blob, "not announced")), Upload) == []
+    effects = learning.train(12)
+    assert said(effects, Contribution) == [claim] and only(effects, Upload) == [Upload(claim.blob, "")]
+
+
+def test_an_upload_that_ends_by_its_commit_frees_the_way_for_the_next() -> None:
+    """The shell of a learner may end the upload of a forgotten blob without a word."""
+    learning, chain = begun()
+    learning.hear(learning.asked())
+    learning.train()
+    (claim,) = said(learning.sample(), Contribution)
+    take(learning, chain.commit(0, of(claim)))
+    assert ForgetBlob(claim.blob) in adopt(learning, 1)
+    learning.hear(learning.asked(1, 2))
+    learning.train()
+    assert only(learning.sample(1, 2), Upload) != []
+
+
+def test_everything_undecided_is_announced_and_uploaded_again_after_a_reconnection() -> None:
+    learning, _ = begun()
+    claim = handed_in(learning)
+    learning.give(Disconnected(FOUNDER, "cut"))
+    effects = learning.connect()
+    assert [hello.undecided for hello in said(effects, Hello)] == [(claim.id,)]
+    assert said(effects, Contribution) == [claim] and only(effects, Upload) == [Upload(claim.blob, "")]
+
+
+def test_an_upload_under_way_when_the_syncer_is_another_process_is_done_again() -> None:
+    learning, _ = begun()
+    learning.hear(learning.asked())
+    learning.train()
+    (claim,) = said(learning.sample(), Contribution)
+    learning.give(Disconnected(FOUNDER, "restarted"))
+    learning.connect()
+    assert only(learning.give(UploadDone(claim.blob, 1)), Upload) == [Upload(claim.blob, "")]
+
+
+# ---- decisions
+
+
+def refusal(claim: Contribution, reason: str = "invalid: NaN scale") -> Decision:
+    return Decision(id=claim.id, verdict="refused", reason=reason)
+
+
+def test_refused_work_is_carried_and_sampled_again_when_an_interval_has_passed() -> None:
+    learning, _ = begun()
+    claim = handed_in(learning)
+    assert ForgetBlob(claim.blob) in learning.hear(refusal(claim))
+    assert only(learning.train(SYNC.interval_steps - 1), TakeSample) == []
+    assert only(learning.train(), TakeSample) == [TakeSample(P0, 1)]
+    (again,) = said(learning.sample(), Contribution)
+    assert again.first_step == 0 and again.tokens_unmerged == learning.tokens
+
+
+def test_a_decision_twice_or_about_something_else_changes_nothing() -> None:
+    learning, _ = begun()
+    claim = handed_in(learning)
+    other = replace(claim, id=replace(claim.id, last_step=99))
+    for message in (
+        refusal(other),
+        replace(refusal(claim), id=replace(claim.id, fragment=FragmentId(77))),
+        Decision(id=claim.id, verdict="held", reason=""),
+        Decision(id=claim.id, verdict="kept_late", reason=""),
+    ):
+        assert learning.hear(message) == []
+    learning.hear(refusal(claim))
+    assert learning.hear(refusal(claim)) == []
+
+
+def test_a_commit_on_our_chain_outranks_a_refusal() -> None:
+    learning, chain = begun()
+    claim = handed_in(learning)
+    take(learning, chain.commit(0, of(claim)))
+    assert learning.hear(refusal(claim, "unknown_base: too old to be remembered")) == []
+    assert TokensMerged(P0, Version(1), 100) in adopt(learning, 1)
+
+
+# ---- adoption
+
+
+def test_a_participant_subtracts_its_own_delta() -> None:
+    learning, chain = begun()
+    claim = handed_in(learning)
+    assert only(take(learning, chain.commit(0, of(claim))), Adopt) == [Adopt(P0, Version(1), claim.blob, 1.0)]
+    learning.train(2)
+    assert adopt(learning, 1) == [TokensMerged(P0, Version(1), 100), ForgetBlob(claim.blob)]
+
+
+def test_a_learner_that_was_left_out_carries_everything() -> None:
+    learning, chain = begun()
+    learning.train(2)
+    assert only(take(learning, chain.commit(0)), Adopt) == [Adopt(P0, Version(1), None, 1.0)]
+    assert adopt(learning, 1) == []
+    assert adopt(learning, 1) != [], "an adoption twice is our bug and is said so"
+
+
+def test_the_cut_of_a_large_carry_is_booked() -> None:
+    learning, chain = begun()
+    learning.train(2)
+    take(learning, chain.commit(0))
+    assert adopt(learning, 1, scale_ppm=250_000) == [TokensDropped(P0, 150, "shrunk")]
+
+
+def test_a_commit_with_work_that_this_process_does_not_remember_resets_the_fragment() -> None:
+    learning, chain = begun()
+    learning.train(9)
+    forgotten = participant(ANN, chain.events[0].digest, 0, 0, 8, tokens=700)
+    assert only(take(learning, chain.commit(0, forgotten)), Reset) == [Reset(P0, Version(1))]
+    assert adopt(learning, 1, scale_ppm=0) == [
+        TokensMerged(P0, Version(1), 700),
+        TokensDropped(P0, -700, "crashed"),
+        TokensDropped(P0, 900, "restarted"),
+    ]
+    learning.hear(learning.asked(round_=2))
+    learning.train()
+    (claim,) = said(learning.sample(round_=2), Contribution)
+    assert (claim.first_step, claim.tokens_unmerged) == (9, 100)
+
+
+def test_a_snapshot_over_several_commits_books_every_one_that_took_forgotten_work() -> None:
+    learning, chain = begun()
+    found = chain.events[0].digest
+    learning.give(chain.commit(0, participant(ANN, found, 0, 0, 8, tokens=700)))
+    learning.give(chain.commit(0, participant(ANN, chain.bases[0], 1, 8, 12, tokens=300)))
+    learning.give(UpdateLost(P0, Version(1), "not kept"))
+    effects = learning.give(FragmentReplaced(P0, Version(2), fake_digest("theta", 0, 2)))
+    assert only(effects, Reset) == [Reset(P0, Version(2))]
+    assert TokensMerged(P0, Version(2), 1_000) in adopt(learning, 2, scale_ppm=0)
+
+
+def test_a_delta_still_being_encoded_when_its_fragment_is_reset_is_thrown_away() -> None:
+    learning, chain = begun()
+    learning.hear(learning.asked())
+    learning.train()
+    learning.give(SampleTaken(P0, 1, 1, 100, 100))
+    take(learning, chain.commit(0, participant(ANN, chain.events[0].digest, 0, 0, 1)))
+    adopt(learning, 1, scale_ppm=0)
+    learning.hear(learning.asked(round_=1))
+    assert only(learning.train(), TakeSample) == [], "its encoding would be taken for the new sample's"
+    blob = BlobRef(fake_digest("old delta"), 50)
+    assert learning.give(DeltaEncoded(P0, 1, blob, 1.0)) == [ForgetBlob(blob), TakeSample(P0, 1)]
+
+
+def test_a_learner_that_pauses_over_many_versions_adopts_them_all_afterwards() -> None:
+    learning, chain = begun()
+    for _ in range(70):
+        take(learning, chain.commit(0))
+    learning.train()
+    for version in range(1, 71):
+        adopt(learning, version)
+    learning.hear(learning.asked())
+    learning.train()
+    (claim,) = said(learning.sample(), Contribution)
+    assert claim.id.base == chain.bases[0] and claim.base_version == 70

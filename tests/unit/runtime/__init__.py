@@ -1,0 +1,1 @@
+"""The byte side of the shell: keys, wire, disk, blobs over HTTP, control connections."""

@@ -1,0 +1,323 @@
+"""The syncer's hands: what a contribution may name, cost and contain, and what a full disk does to a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from geo_diloco.errors import BlobError, RunDirError
+from geo_diloco.manifest import BootId, CodecSpec, Digest, FragmentId, PeerId, RunManifest, Seq, SyncSpec, Term, Version
+from geo_diloco.numerics import codec
+from geo_diloco.numerics.fragments import Layout, TensorSpec, fragment_digest
+from geo_diloco.numerics.gate import length_max
+from geo_diloco.observability import Counters, EventLog
+from geo_diloco.protocol.effects import AcceptBlob, CheckContribution, ForgetBlob, Merge, MergeInput, Seal
+from geo_diloco.protocol.events import BlobArrived, ContributionChecked, Event, Merged, MergeFailed, Sealed
+from geo_diloco.protocol.messages import BlobRef, ContributionId, EntryHeader, Found, Record
+from geo_diloco.runtime import serving as serving_module
+from geo_diloco.runtime.chain import ChainCopy
+from geo_diloco.runtime.disk import StoreFullError
+from geo_diloco.runtime.driver import JOBS_MAX, Driver, Worker
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.merger import OuterState
+from geo_diloco.runtime.serving import Serving, ServingParts
+from geo_diloco.runtime.snapshots import SnapshotShelf
+from geo_diloco.runtime.store import BlobStore, ChainStore
+
+N = 96
+P0 = FragmentId(0)
+ANN = PeerId("a" * 64)
+LAYOUT = Layout((TensorSpec("w", (8, 12), "float32", 0, 0, N, False),))
+UP = CodecSpec(name="int8", block=64)
+MANIFEST = RunManifest(sync=SyncSpec(num_fragments=1), codec_up=UP)
+RUN = MANIFEST.run_id()
+
+
+class Core:
+    """Remembers what it is told and asks for nothing."""
+
+    deadline = None
+
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+        self.happened = asyncio.Event()
+
+    def handle(self, event: Event, now: int) -> list[Any]:
+        self.heard.append(event)
+        self.happened.set()
+        return []
+
+    async def wait_for(self, kind: type[Event], number: int = 1) -> list[Any]:
+        async with asyncio.timeout(20):
+            while len(found := [event for event in self.heard if isinstance(event, kind)]) < number:
+                self.happened.clear()
+                await self.happened.wait()
+        return found
+
+
+class NoLinks:
+    def broadcast(self, text: str) -> None:
+        """Nobody is connected."""
+
+
+class Syncer:
+    """A syncer's hands on a folder, with a remembering core."""
+
+    def __init__(self, root: Path) -> None:
+        identity = Identity.generate()
+        self.core = Core()
+        self.driver = Driver(self.core, log=EventLog())  # type: ignore[arg-type]
+        self.worker = Worker("fold")
+        self.outer = OuterState(LAYOUT, with_momentum=True, with_residual=True)
+        self.outer.start_fragment(P0, torch.arange(N, dtype=torch.float32) / N)
+        self.store = BlobStore(root / "blobs")
+        (root / "state").mkdir()
+        self.shelf = SnapshotShelf(root / "state", run=RUN, outer=self.outer, store=self.store, identity=identity)
+        self.chain = ChainCopy(ChainStore(root / "chain.jsonl"), run=RUN, signer=identity.peer_id)
+        self.parts = ServingParts(
+            driver=self.driver,
+            worker=self.worker,
+            outer=self.outer,
+            chain=self.chain,
+            store=self.store,
+            snapshots=self.shelf,
+            identity=identity,
+            manifest=MANIFEST,
+            links=NoLinks(),
+            counters=Counters(),
+            log=EventLog(),
+        )
+        self.serving = Serving(self.parts)
+        self._do = self.serving.interpreters()
+
+    def do(self, effect: Any) -> None:
+        self._do[type(effect)](effect)
+
+    async def found(self) -> None:
+        theta, momentum = self.outer.theta(P0), self.outer.momentum(P0)
+        header = EntryHeader(run=RUN, branch="", term=Term(1), seq=Seq(0), prev="")  # type: ignore[arg-type]
+        self.do(
+            Seal(
+                Found(
+                    header=header,
+                    boot=BootId("b" * 16),
+                    state_digests=(fragment_digest(theta),),
+                    momentum_digests=(fragment_digest(momentum),),
+                    layout_digest=LAYOUT.digest,
+                    num_elements=LAYOUT.num_elements,
+                    roster=(self.parts.identity.peer_id,),
+                )
+            )
+        )
+        await self.core.wait_for(Sealed)
+        await self.worker.call(lambda: None)
+
+    async def check(self, frame: bytes) -> ContributionChecked:
+        blob = self.store.put(frame)
+        number = len([each for each in self.core.heard if isinstance(each, ContributionChecked)]) + 1
+        self.do(CheckContribution(ContributionId(ANN, P0, Digest("c" * 64), 8), blob))
+        checked = (await self.core.wait_for(ContributionChecked, number))[-1]
+        assert isinstance(checked, ContributionChecked)
+        return checked
+
+    async def merge(self, blob: BlobRef) -> Merged:
+        self.do(Merge(P0, 1, 1, Version(1), (MergeInput(ANN, blob, Version(0), 1.0),), 0.7, 0.5))
+        (merged,) = await self.core.wait_for(Merged)
+        assert isinstance(merged, Merged)
+        return merged
+
+
+def frame_of(delta: torch.Tensor, spec: CodecSpec = UP) -> bytes:
+    return codec.encode(delta, spec, layout_digest=LAYOUT.digest, fragment=0)
+
+
+def with_syncer(root: Path, talk: Callable[[Syncer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        it = Syncer(root)
+        try:
+            await talk(it)
+            assert it.driver.failure is None
+        finally:
+            await it.driver.close()
+            it.worker.close()
+            it.chain.close()
+
+    asyncio.run(run())
+
+
+def test_a_contribution_of_another_codec_than_agreed_is_refused(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        assert (await it.check(frame_of(torch.ones(N) / N))).ok
+        for spec in (CodecSpec(name="none"), CodecSpec(name="int8", block=256), CodecSpec(name="int4", block=64)):
+            checked = await it.check(frame_of(torch.ones(N) / N, spec))
+            assert not checked.ok and "was agreed" in checked.reason
+
+    with_syncer(tmp_path, talk)
+
+
+@pytest.mark.parametrize("value", [1e3, 1e30, 3e38])
+def test_a_delta_that_is_absurd_beside_theta_is_refused(tmp_path: Path, value: float) -> None:
+    async def talk(it: Syncer) -> None:
+        checked = await it.check(frame_of(torch.full((N,), value)))
+        assert not checked.ok and checked.reason.startswith("implausible")
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_fragment_that_begins_at_zero_takes_usual_deltas() -> None:
+    assert length_max(torch.zeros(10_000)) == pytest.approx(100.0)
+
+
+def test_an_outer_step_that_is_not_finite_is_blamed_on_the_longest_delta(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        inputs = [
+            MergeInput(PeerId(name * 64), it.store.put(frame_of(torch.full((N,), value))), Version(0), 1.0)
+            for name, value in (("a", 1e-3), ("b", 3e38))
+        ]
+        it.do(Merge(P0, 1, 1, Version(1), tuple(inputs), 0.7, 0.5))
+        (failed,) = await it.core.wait_for(MergeFailed)
+        assert failed.culprit == "b" * 64 and "not finite" in failed.reason
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_shortened_delta_is_merged_shortened(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        blob = it.store.put(frame_of(torch.full((N,), 1.0)))
+        it.do(Merge(P0, 1, 1, Version(1), (MergeInput(ANN, blob, Version(0), 1.0, 0.25),), 0.7, 0.5))
+        (merged,) = await it.core.wait_for(Merged)
+        assert merged.rbar == pytest.approx(0.25 * N**0.5, rel=0.02)
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_contribution_that_names_an_update_of_ours_takes_nothing_along(tmp_path: Path) -> None:
+    """Digests of updates and snapshots are public: anyone may announce them as his contribution."""
+
+    async def talk(it: Syncer) -> None:
+        await it.found()
+        update = (await it.merge(it.store.put(frame_of(torch.ones(N) / N)))).update
+        snapshot = [blob for blob in (*it.shelf._kept[-1].snapshot.theta, *it.shelf._kept[-1].snapshot.momentum)]
+        for blob in [update, *snapshot]:
+            for named in (blob, BlobRef(blob.digest, blob.size + 1)):
+                it.do(AcceptBlob(ANN, named))
+                it.do(ForgetBlob(named))
+                assert it.store.has(blob)
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_contribution_alike_to_an_update_still_arrives(tmp_path: Path) -> None:
+    """Of a learner whose model did not move, for one."""
+
+    async def talk(it: Syncer) -> None:
+        update = (await it.merge(it.store.put(frame_of(torch.zeros(N))))).update
+        it.do(AcceptBlob(ANN, update))
+        assert await it.core.wait_for(BlobArrived) == [BlobArrived(update)]
+
+    with_syncer(tmp_path, talk)
+
+
+def test_however_many_contributions_arrive_at_once_they_are_checked(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        blob = it.store.put(frame_of(torch.ones(N) / N))
+        number = JOBS_MAX // 256 + 300
+        for step in range(number):
+            it.do(CheckContribution(ContributionId(ANN, P0, Digest("c" * 64), step), blob))
+        assert len(it.driver._jobs) == 1
+        assert len(await it.core.wait_for(ContributionChecked, number)) == number
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_full_disk_holds_the_chain_up_and_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_module, "DISK_RETRY_S", 0.01)
+
+    async def talk(it: Syncer) -> None:
+        honest, tries = it.chain.append, 0
+
+        async def append(signed: Any, entry: Any) -> None:
+            nonlocal tries
+            tries += 1
+            if tries < 4:
+                raise RunDirError("chain: No space left on device")
+            await honest(signed, entry)
+
+        monkeypatch.setattr(it.chain, "append", append)
+        await it.found()
+        assert tries == 4 and it.chain.num_entries == 1
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_snapshot_that_finds_no_room_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(it: Syncer) -> None:
+        def full(data: bytes) -> BlobRef:
+            raise StoreFullError("disk full")
+
+        monkeypatch.setattr(it.store, "put", full)
+        await it.found()
+        header = EntryHeader(
+            run=RUN, branch=it.chain.ledger.branch, term=Term(1), seq=Seq(1), prev=it.chain.ledger.head_digest
+        )
+        it.do(Seal(Record(header=header, measured_seq=Seq(0), heldout_loss=2.0)))
+        await it.core.wait_for(Sealed, 2)
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_damaged_snapshot_is_made_again(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        await it.found()
+        signed = await it.worker.call(it.shelf.make)
+        blob = it.shelf._kept[-1].snapshot.theta[0]
+        path = tmp_path / "blobs" / blob.digest
+        path.write_bytes(bytes(blob.size))
+        with pytest.raises(BlobError, match="damaged"):
+            it.store.read_piece(blob, 0)
+        assert (await it.worker.call(it.shelf.make)).digest == signed.digest
+        assert it.store.get(blob)
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_snapshot_is_made_for_those_who_ask_only_every_so_often(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        await it.found()
+        old = await it.worker.call(it.shelf.make)
+        header = EntryHeader(
+            run=RUN, branch=it.chain.ledger.branch, term=Term(1), seq=Seq(1), prev=it.chain.ledger.head_digest
+        )
+        it.do(Seal(Record(header=header, measured_seq=Seq(0), heldout_loss=2.0)))
+        await it.core.wait_for(Sealed, 2)
+        assert await it.worker.call(it.shelf.make, age_s_max=60.0) is old
+        assert (await it.worker.call(it.shelf.make)).digest != old.digest
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_damaged_update_is_made_up_for_by_a_snapshot(tmp_path: Path) -> None:
+    """A restart folds the updates after the newest snapshot on disk: one that is gone must lie before it."""
+
+    async def talk(it: Syncer) -> None:
+        await it.found()
+        it.store.on_damaged = it.serving.blob_damaged
+        update = (await it.merge(it.store.put(frame_of(torch.ones(N) / N)))).update
+        for path in (tmp_path / "state").iterdir():
+            path.unlink()
+        (tmp_path / "blobs" / update.digest).write_bytes(bytes(update.size))
+        with pytest.raises(BlobError, match="damaged"):
+            await asyncio.to_thread(it.store.read_piece, update, 0)
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*it.driver._jobs)
+        assert list((tmp_path / "state").glob("snapshot-*.json"))
+
+    with_syncer(tmp_path, talk)
