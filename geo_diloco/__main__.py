@@ -7,6 +7,7 @@ exists it takes the signals over (`node`).
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ def begin_to_listen(command: str) -> None:
     if command in TAKES_PART:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave_at_once)
+        atexit.register(_stop_listening)
     else:
         signal.signal(signal.SIGTERM, _stop)
 
@@ -38,6 +40,12 @@ def begin_to_listen(command: str) -> None:
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
     """There is nothing to leave yet, or nothing any more: no thread, no child, no lock that matters."""
     os._exit(0)
+
+
+def _stop_listening() -> None:
+    """The interpreter's own end would put the system's defaults back: killed by a signal, after all was done."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

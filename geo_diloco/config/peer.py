@@ -85,8 +85,8 @@ class PeerConfig(BaseModel):
     @field_validator("announce", mode="after")
     @classmethod
     def _has_a_port_if_any(cls, announce: str) -> str:
-        host, port = split_announce(announce)
-        if announce != host and not 0 < port < 65536:
+        port = re.search(r":(\d{1,5})$", announce)
+        if port is not None and not 0 < int(port[1]) < 65536:
             raise ValueError("no such port")
         return announce
 

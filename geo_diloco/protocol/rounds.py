@@ -15,7 +15,6 @@ from geo_diloco.protocol.messages import LeftOut, Participant
 from geo_diloco.protocol.plausibility import Counted
 from geo_diloco.protocol.quorum import RoundFacts
 
-
 LEFT_OUT_MAX = 128
 """Named in a commit; more are left out of the list as well: everyone keeps the chain."""
 

@@ -8,6 +8,7 @@ talks too fast wait, never by dropping what was said.
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any, Protocol, cast
 
 CONNECTIONS_MAX = 4096
 CONNECTIONS_MIN = 64
+LOOK_S = 1.0
 
 
 class Handlers(Protocol):
@@ -34,16 +36,50 @@ def connections_max() -> int:
     return max(CONNECTIONS_MIN, min(CONNECTIONS_MAX, files // 2))
 
 
-class Door(asyncio.Protocol):
-    """Hands a new connection to its handler, or ends it at once: one address takes at most half of all."""
+class Doorkeeper:
+    """Counts who is in. One address takes at most half of all connections.
 
-    def __init__(self, handlers: Handlers, *, most: int) -> None:
+    Who left is noticed only when it seems full, and then at most once a second: letting someone in costs no look at
+    the others.
+    """
+
+    def __init__(self, handlers: Handlers, *, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._handlers = handlers
         self._most = most
+        self._clock = clock
+        self._inside: Counter[str] = Counter()
+        self._total = 0
+        self._looked_at = -math.inf
+
+    def admits(self, address: str) -> bool:
+        """Whether one more may come in from there; if so it counts as inside."""
+        if self._is_full(address) and self._clock() - self._looked_at >= LOOK_S:
+            self._looked_at = self._clock()
+            self._inside = Counter(address_of(handler.transport) for handler in self._handlers.connections)
+            self._total = self._inside.total()
+        if self._is_full(address):
+            return False
+        self._inside[address] += 1
+        self._total += 1
+        return True
+
+    def _is_full(self, address: str) -> bool:
+        return self._total >= self._most or self._inside[address] >= self._most // 2
+
+    def door(self) -> asyncio.Protocol:
+        """For one new connection."""
+        return _Door(self, self._handlers)
+
+
+class _Door(asyncio.Protocol):
+    """Hands a new connection to its handler, or ends it at once."""
+
+    def __init__(self, keeper: Doorkeeper, handlers: Handlers) -> None:
+        self._keeper = keeper
+        self._handlers = handlers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        taken = Counter(address_of(handler.transport) for handler in self._handlers.connections)
-        if taken.total() >= self._most or taken[address_of(transport)] >= self._most // 2:
+        if not self._keeper.admits(address_of(transport)):
             cast(asyncio.Transport, transport).abort()
             return
         handler = self._handlers()

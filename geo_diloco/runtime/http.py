@@ -32,7 +32,7 @@ from geo_diloco.runtime.control import (
     new_nonce_half,
 )
 from geo_diloco.runtime.disk import StoreFullError
-from geo_diloco.runtime.door import Allowance, Door, address_of, connections_max
+from geo_diloco.runtime.door import Allowance, Doorkeeper, address_of, connections_max
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.pieces import (
     PIECE_DIGEST_BYTES,
@@ -142,10 +142,10 @@ class HttpServer:
         await runner.setup()
         handlers = runner.server
         assert handlers is not None
-        most = connections_max()
+        keeper = Doorkeeper(handlers, most=connections_max())
         try:
             loop = asyncio.get_running_loop()
-            listener = await loop.create_server(lambda: Door(handlers, most=most), host, port, backlog=128)
+            listener = await loop.create_server(keeper.door, host, port, backlog=128)
         except OSError as exc:
             await runner.cleanup()
             raise ConfigError(f"can't listen on {host}:{port}: {exc.strerror or exc}") from exc

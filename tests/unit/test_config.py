@@ -28,8 +28,7 @@ from geo_diloco.errors import ConfigError, ManifestError
 from geo_diloco.manifest import CodecSpec, ModelSpec, PeerId, RunManifest
 
 TEMPLATE = manifest_template()
-IDENTITY = "QmSoLnSGccFuZQJzRadHn95W2CrSFmZuTdDWP8HXaHca9z"
-ADDRESSES = (f"/ip4/192.0.2.1/tcp/1/p2p/{IDENTITY}", f"/dns/example.org/tcp/2/p2p/{IDENTITY}")
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/QmSoLnSGccFuZQJzRadHn95W2CrSFmZuTdDWP8HXaHca9z"
 
 
 def changed(old: str, new: str) -> str:
@@ -110,7 +109,11 @@ def test_an_empty_manifest_lacks_only_a_model() -> None:
         ("eta = 0.7", "eta = nan", "outer.eta = NaN; allowed is a number above 0.0 up to 10.0"),
         ("mu = 0.5", "mu = 1", "outer.mu = 1; allowed is a number from 0.0 to below 1.0"),
         ('merge = "rda"', 'merge = "sum"', 'sync.merge = "sum"; allowed is one of "rda", "mean"'),
-        ('name = "run"', 'name = "a\\u200bb"', 'name = "a\\u200bb"; allowed is one line of 1 to 80 printable characters'),
+        (
+            'name = "run"',
+            'name = "a\\u200bb"',
+            'name = "a\\u200bb"; allowed is one line of 1 to 80 printable characters',
+        ),
         ('name = "run"', 'name = ""', 'name = ""; allowed is one line of 1 to 80 printable characters'),
         ("block = 64", "block = 65", "codec.up.block = 65; allowed is a power of two from 16 to 4096"),
         ("0.95]", "1.0]", "inner.betas[1] = 1.0; allowed is a number that is at least 0 and below 1"),
@@ -313,6 +316,11 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ({"device": "gpu"}, {}, '--device = "gpu"; allowed is "auto", "cpu", "cuda", "cuda:N" or "mps"'),
         ({"dtype": "float16"}, {}, '--dtype = "float16"; allowed is one of "float32", "bfloat16"'),
         ({"announce": "http://a"}, {}, '--announce = "http://a"; allowed is HOST or HOST:PORT'),
+        ({"announce": "a:0"}, {}, '--announce = "a:0"; allowed is HOST or HOST:PORT'),
+        ({"announce": "a:65536"}, {}, '--announce = "a:65536"; allowed is HOST or HOST:PORT'),
+        ({"run_dir": "~nobody-here/x"}, {}, '--run-dir = "~nobody-here/x"; allowed is a path'),
+        ({"bootstraps": ["/ip4/192.0.2.1/tcp/1"]}, {}, '--bootstrap = ["/ip4/192.0.2.1/tcp/1"]; allowed is up to 15'),
+        ({"bootstraps": [ADDRESS] * 16}, {}, '--bootstrap = ["/ip4/192.0.2.1'),
         ({"bootstraps": ["192.0.2.1:1"]}, {}, '--bootstrap = ["192.0.2.1:1"]; allowed is up to 15 multiaddresses'),
         ({"save_every_s": 0}, {}, "--save-every-s = 0; allowed is a number from 0.5 to 86400"),
     ],
@@ -329,7 +337,7 @@ def test_a_bad_setting_is_named_as_the_person_wrote_it(
 def test_a_script_that_misspells_a_setting_is_told_so_and_hears_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEO_DILOCO_PORT", "1")
     assert peer_config_from({"threads": 2, "device": None}) == PeerConfig(threads=2)
-    with pytest.raises(ConfigError, match="^treads = 1 is no known key; did you mean threads"):
+    with pytest.raises(ConfigError, match=r"^treads = 1 is no known key; did you mean threads"):
         peer_config_from({"treads": 1})
 
 

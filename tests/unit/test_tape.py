@@ -24,7 +24,7 @@ from geo_diloco.manifest import (
     Term,
     Version,
 )
-from geo_diloco.protocol.effects import Adopt, Note
+from geo_diloco.protocol.effects import Adopt, Effect, Note
 from geo_diloco.protocol.events import (
     Connected,
     Event,
@@ -38,7 +38,7 @@ from geo_diloco.protocol.events import (
 )
 from geo_diloco.protocol.events import FragmentAccount as Account
 from geo_diloco.protocol.messages import BlobRef, Contribution, ContributionId, FragmentHead, Progress
-from geo_diloco.protocol.peer import HelloFacts
+from geo_diloco.protocol.peer import HelloFacts, Peer
 from geo_diloco.tape import record as record_module
 
 A, B = PeerId("a" * 64), PeerId("b" * 64)
@@ -148,6 +148,51 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines))
     with pytest.raises(TapeError, match=":3:"):
         list(tape.read_tape(path))
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x7fELF\x02\n\x00\x01", b"a text\n", b"[1]\n", b'{"kind":"event"}\n', b"[" * 200_000]
+)
+def test_a_file_that_is_no_tape_is_refused_at_its_first_line(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tape.jsonl").write_bytes(data)
+    with pytest.raises(TapeError, match=r"tape\.jsonl:1: "):
+        tape.replay(tmp_path / "tape.jsonl")
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n"])
+def test_replaying_nothing_is_no_success(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tape.jsonl").write_bytes(data)
+    with pytest.raises(TapeError, match="no tape, there is not one record"):
+        tape.replay(tmp_path / "tape.jsonl")
+
+
+def test_only_a_last_line_without_an_end_counts_as_torn(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    record(path, events())
+    whole = path.read_bytes()
+    last = whole.count(b"\n") + 1
+    path.write_bytes(whole + b"{torn\n")
+    with pytest.raises(TapeError, match=f":{last}: not a JSON record"):
+        tape.replay(path)
+    path.write_bytes(whole + b"{torn\n{torn")
+    with pytest.raises(TapeError, match=f":{last}: not a JSON record"):
+        tape.replay(path)
+    path.write_bytes(whole + b"{torn")
+    assert tape.replay(path).divergence is None
+
+
+def test_an_event_that_no_core_can_take_is_named_by_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tape.jsonl"
+    record(path, events())
+    handle = Peer.handle
+
+    def refuses(self: Peer, event: Event, now: MonoMs) -> list[Effect]:
+        assert not isinstance(event, Tick), "never at this time"
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Peer, "handle", refuses)
+    with pytest.raises(TapeError, match=r"tape\.jsonl:\d+: Tick: no core was given this: AssertionError never at this"):
+        tape.replay(path)
 
 
 def test_replay_of_an_honest_tape_finds_no_difference(tmp_path: Path) -> None:

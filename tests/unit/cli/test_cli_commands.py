@@ -26,7 +26,6 @@ from geo_diloco.runtime.invite import Invite
 from geo_diloco.tape import ReplayResult
 
 RUN = RunId("0f" * 20)
-ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSoLnSGccFuZQJzRadHn95W2CrSFmZuTdDWP8HXaHca9z"
 LOCAL = Invite(run=RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
 REMOTE = Invite(run=RUN, bootstraps=("/ip4/192.0.2.1/tcp/1/p2p/Qm1",))
 STATUS: dict[str, Any] = {
@@ -298,7 +297,7 @@ def test_a_bootstrap_cannot_announce_a_port_that_it_does_not_know() -> None:
 
 @pytest.mark.parametrize("host", ["", "a b"])
 def test_a_bootstrap_listens_on_an_address_and_not_on_a_slip_of_the_pen(host: str) -> None:
-    with pytest.raises(ConfigError, match="--host = .*an address of this machine to listen on"):
+    with pytest.raises(ConfigError, match=r"--host = .*an address of this machine to listen on"):
         run("bootstrap", "--host", host, "--port", "0")
 
 

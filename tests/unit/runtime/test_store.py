@@ -624,3 +624,28 @@ def test_a_blob_forgotten_while_a_piece_is_written_leaves_nothing(
     with pytest.raises(BlobError, match="forgotten"):
         store.append_piece(BIG_REF, 0, 0, piece(BIG, 0))
     assert not list((tmp_path / "blobs").iterdir())
+
+
+# ---- beside the one who holds the folder -------------------------------------------------------------------------
+
+
+def test_a_read_only_chain_leaves_alone_what_its_owner_is_about_to_finish(tmp_path: Path) -> None:
+    path = tmp_path / "chain.jsonl"
+    path.write_bytes(b'{"torn')
+    reader = ChainStore(path, is_read_only=True)
+    assert reader.load() == []
+    reader.close()
+    assert path.read_bytes() == b'{"torn'
+    with pytest.raises(RunDirError, match="No such file"):
+        ChainStore(tmp_path / "none" / "chain.jsonl", is_read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_read_only_store_neither_tidies_up_nor_drops_what_is_damaged(tmp_path: Path) -> None:
+    ref = BlobStore(tmp_path).put(b"some bytes")
+    (tmp_path / ".blob.0123.tmp").write_bytes(b"in the making")
+    (tmp_path / ref.digest).write_bytes(b"SOME BYTES")
+    reader = BlobStore(tmp_path, is_read_only=True)
+    with pytest.raises(BlobError, match="is damaged on disk"):
+        reader.get(ref)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".blob.0123.tmp", ref.digest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,19 @@ def test_export_does_not_write_into_a_folder_that_holds_something(tmp_path: Path
         export_model(theta, layout, manifest, tmp_path)
     with pytest.raises(ConfigError, match="not an empty folder"):
         export_model(theta, layout, manifest, tmp_path / "thesis.txt")
+
+
+def test_an_export_that_fails_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = RunManifest(model=ModelSpec(config=TINY))
+    layout, theta = made_theta(manifest, seed=2)
+
+    def full(tokenizer: str, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_export_tokenizer", full)
+    with pytest.raises(ConfigError, match=r"--to .*out: No space left on device"):
+        export_model(theta, layout, manifest, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_export_refuses_a_layout_of_another_model(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from geo_diloco.training.learner import (
     LearnerSetup,
     ResetOrder,
     SampleOrder,
+    check_given,
     schedule_factor,
 )
 
@@ -100,7 +101,7 @@ def test_tokens_are_a_whole_number_and_a_step_that_is_refused_counts_nowhere(tok
 def test_a_loss_that_is_no_number_is_the_scripts_mistake(loss: Any) -> None:
     port = ScriptedPort()
     learner, _, _ = make_learner(port)
-    with pytest.raises(UserError, match="step\\(loss=...\\) takes one number"):
+    with pytest.raises(UserError, match=r"step\(loss=\.\.\.\) takes one number"):
         learner.step(tokens=1, loss=loss)
     assert port.steps == []
 

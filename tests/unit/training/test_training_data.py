@@ -169,6 +169,49 @@ def test_data_dir_takes_the_place_of_the_manifests_folder(folder: Path) -> None:
     assert [document.name for document in documents(elsewhere, data_dir=folder)] == here
 
 
+@pytest.mark.parametrize("source", ["~nobody-here/texts", "x" * 5000, "["])
+def test_a_source_that_names_nothing_is_a_data_error_that_repeats_it(source: str) -> None:
+    with pytest.raises(DataError, match=r"^data\.source = '" + re.escape(source[:9])):
+        list(documents(make_spec(Path("unused"), source=source)))
+
+
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    document = next(documents(make_spec(tmp_path)))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a\.txt: No such file"):
+        document.read()
+
+
+def test_rows_nested_without_end_are_no_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: not JSON"):
+        next(documents(make_spec(tmp_path))).read()
+
+
+def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2, 3]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"column data\.text_field = 'text' holds int64, not text"):
+        list(documents(make_spec(tmp_path)))
+
+
+def test_a_parquet_file_with_damage_inside_is_a_data_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"document {i}" for i in range(5000)]}), path)
+    data = bytearray(path.read_bytes())
+    data[100:4000] = b"\xff" * 3900
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        list(documents(make_spec(tmp_path)))
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused_before_training(folder: Path) -> None:
+    spec = make_spec(folder)
+    TokenStream(spec, share=0, vocabulary=256)
+    with pytest.raises(DataError, match=r"gives token \d+, the model has 50: model\.config\.vocab_size"):
+        TokenStream(spec, share=0, vocabulary=50)
+
+
 def test_no_documents_is_a_data_error_that_names_the_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.source.*no training data"):
         list(documents(make_spec(tmp_path)))
