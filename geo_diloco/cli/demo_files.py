@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -66,7 +67,10 @@ def create_demo_files(root: Path | None) -> DemoFiles:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         candidates = [base / stamp, *(base / f"{stamp}-{n}" for n in range(2, 100))]
         root = next(path for path in candidates if not path.exists())
-    files = DemoFiles(root.expanduser().absolute())
+    root = Path(os.path.expanduser(root))
+    if str(root).startswith("~"):
+        raise ConfigError(f"--run-dir {root}: nobody's home folder; give a path")
+    files = DemoFiles(root.absolute())
     try:
         files.root.mkdir(parents=True, exist_ok=True)
         if any(files.root.iterdir()):

@@ -259,7 +259,8 @@ def _chain(root: Path) -> list[Entry]:
     if not path.exists():
         return []
     manifest = manifest_from_bytes(path.read_bytes())
-    copy = ChainCopy(ChainStore(root / "chain.jsonl"), run=manifest.run_id(), signer=manifest.founder)
+    chain = ChainStore(root / "chain.jsonl", is_read_only=True)
+    copy = ChainCopy(chain, run=manifest.run_id(), signer=manifest.founder)
     try:
         return [entry for _, entry in copy.load()]
     finally:

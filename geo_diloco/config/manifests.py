@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from geo_diloco.config.mistakes import FILE_BYTES_MAX, parse_toml, read_toml, sentence, shown
+from geo_diloco.config.mistakes import FILE_BYTES_MAX, named, parse_toml, read_toml, sentence, shown
 from geo_diloco.errors import ManifestError
 from geo_diloco.manifest import (
     WIRE_VERSION,
@@ -205,7 +205,7 @@ def _from_values(values: Mapping[str, Any], *, source: str, founded: bool) -> Ru
         **sections,
     )
     for key, value, allowed in _conflicts(manifest, founded=founded):
-        raise ManifestError(f"{source}: {key} = {shown(value)}; allowed is {allowed}")
+        raise ManifestError(f"{source}: {named(key)} = {shown(value)}; allowed is {allowed}")
     return manifest
 
 

@@ -53,7 +53,7 @@ def _first_mistake(exc: ValidationError, known: Mapping[str, str]) -> _Mistake:
     """An unknown key before a bad value, which may be its consequence."""
     errors = exc.errors(include_url=False)
     error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    location = [str(part) for part in error["loc"]]
+    location = [named(str(part)) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
         return _Mistake(".".join(location), error["input"], "")
     inside: list[str] = []
@@ -113,6 +113,12 @@ def _range_words(field: FieldInfo) -> str:
             case limits.Lt(lt=bound):
                 high = f" to below {bound}"
     return low + high
+
+
+def named(key: str) -> str:
+    """A key on one line and not too long; a quoted one in TOML may hold anything."""
+    text = "".join(c if c.isprintable() else "?" for c in key)
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def shown(value: Any) -> str:

@@ -274,6 +274,7 @@ class Peer:
         if learner is None or member.learning is None or member.failure is not None:
             return None
         try:
+            learner.carry_out_orders()
             learner.save()
         except Exception as exc:  # no memory for the copies, a device that is gone: leave all the same
             self._log.failure("leave", exc)

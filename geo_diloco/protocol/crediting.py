@@ -1,7 +1,9 @@
-"""Applies `plausibility` to a merge: who was merged when, how fast the others are, how long deltas usually are.
+"""Applies `plausibility` to a merge: what a peer may have trained by now, and how long deltas usually are.
 
-The syncer's memory for that, and nothing else: it lives as long as a term's process. Of the time before it, a learner
-that the chain knows is given the time since the chain's last entry, in which it may have trained on.
+The syncer's memory for that, and nothing else: it lives as long as a term's process. It keeps one sum, the tokens that
+the median live learner has trained since the process began to serve; a learner's credit grows with it from the moment
+it is met, so it makes no difference when its work was sampled, uploaded or held up. A learner that the chain knew
+before is given what the median would have trained since the chain's last entry, while nobody served.
 """
 
 from __future__ import annotations
@@ -14,39 +16,63 @@ from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Membership
 from geo_diloco.protocol.plausibility import Counted, Pace, count, credit_max, tokens_per_second
 
+STRANGERS_MAX = 4096
+"""More peers met than that, and those who are gone are forgotten."""
+
 
 class Crediting:
     """What of the contributions in a merge counts."""
 
     def __init__(self, rules: RunRules, ledger: Ledger, membership: Membership) -> None:
         self._rules, self._ledger, self._membership = rules, ledger, membership
-        self._began_at = MonoMs(0)
-        self._merged_at: dict[tuple[PeerId, FragmentId], MonoMs] = {}
+        self._away_ms = 0
+        self._known: frozenset[PeerId] = frozenset()
+        self._at: MonoMs | None = None
+        self._rate = 0
+        self._rate_max = 0
+        self._median_trained = 0
+        """In thousandths of a token."""
+        self._met_at: dict[PeerId, int] = {}
+        """The median's sum when a peer was met."""
+        self._credited: dict[tuple[PeerId, FragmentId], int] = {}
 
-    def begin(self, now: MonoMs, *, away_ms: int) -> None:
+    def begin(self, *, away_ms: int) -> None:
         """This process serves; nobody did for `away_ms` before it."""
-        self._began_at = MonoMs(now - away_ms)
+        self._away_ms = away_ms
+        self._known = frozenset(peer for peer, _ in self._ledger.merged_until)
 
-    def merged(self, fragment: FragmentId, taken: Sequence[Held], at: MonoMs) -> None:
-        """A round that closed at that time was committed."""
-        for item in taken:
-            self._merged_at[item.contribution.id.peer, fragment] = at
+    def met(self, peer: PeerId, now: MonoMs) -> None:
+        """It said Hello. Only the first time counts."""
+        self._advance(now)
+        self._met_at.setdefault(peer, self._median_trained)
+        if len(self._met_at) > STRANGERS_MAX:
+            here = {member.peer for member in self._membership.all()}
+            self._met_at = {each: at for each, at in self._met_at.items() if each in here}
+            self._credited = {key: tokens for key, tokens in self._credited.items() if key[0] in here}
 
     def count(self, taken: Sequence[Held], fragment: FragmentId, now: MonoMs) -> tuple[Counted, ...]:
-        paces = [Pace(each.step, each.tokens, each.step_time_us) for each in self._membership.live(now)]
-        per_step = self._rules.tokens_per_step
-        rate = tokens_per_second(paces, per_step)
-        since_ms = [now - self._unmerged_since(item.contribution.id.peer, fragment, now) for item in taken]
-        credits = [credit_max(ms, rate=rate, tokens_per_step=per_step, sync=self._rules.sync) for ms in since_ms]
+        self._advance(now)
+        credits = [self._credit(item.contribution.id.peer, fragment) for item in taken]
         claims = [(item.contribution, item.norm) for item in taken]
         return count(claims, credits, self._ledger.lengths.get(fragment, ()))
 
-    def _unmerged_since(self, peer: PeerId, fragment: FragmentId, now: MonoMs) -> MonoMs:
-        """Since when its work on the fragment may have been trained, as far as this process can tell."""
-        merged_at = self._merged_at.get((peer, fragment))
-        if merged_at is not None:
-            return merged_at
-        if (peer, fragment) in self._ledger.merged_until:
-            return self._began_at
-        member = self._membership.get(peer)
-        return now if member is None else member.since
+    def merged(self, fragment: FragmentId, taken: Sequence[Held], counted: Sequence[Counted]) -> None:
+        """A commit says so."""
+        for item, each in zip(taken, counted, strict=True):
+            key = item.contribution.id.peer, fragment
+            self._credited[key] = self._credited.get(key, 0) + each.tokens_unmerged
+
+    def _credit(self, peer: PeerId, fragment: FragmentId) -> int | None:
+        trained = self._median_trained - self._met_at.get(peer, self._median_trained)
+        if peer in self._known:
+            trained += self._rate_max * self._away_ms
+        credited = self._credited.get((peer, fragment), 0)
+        return credit_max(trained // 1000, credited, tokens_per_step=self._rules.tokens_per_step, sync=self._rules.sync)
+
+    def _advance(self, now: MonoMs) -> None:
+        """The faster of the median's pace before and now: one that stalls for a moment costs nobody credit."""
+        paces = [Pace(each.step, each.tokens, each.step_time_us) for each in self._membership.live(now)]
+        rate = tokens_per_second(paces, self._rules.tokens_per_step) or self._rate
+        if self._at is not None:
+            self._median_trained += max(rate, self._rate) * max(0, now - self._at)
+        self._at, self._rate, self._rate_max = now, rate, max(self._rate_max, rate)

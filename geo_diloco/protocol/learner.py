@@ -490,6 +490,8 @@ class Learner:
                 merged=account.merged,
                 in_flight=0 if account.undecided is None else account.undecided.tokens,
                 carried=account.unmerged + self.tokens - account.mark,
+                restored=account.restored,
+                version=account.adopted_version,
             )
             for account in self.accounts
         )

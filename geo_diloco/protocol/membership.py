@@ -42,8 +42,6 @@ class Member:
     connected: bool
     heard_at: MonoMs
     """Last Hello or Progress."""
-    since: MonoMs
-    """First heard of in this term."""
     gone_at: MonoMs | None = None
     step: int = 0
     tokens: int = 0
@@ -97,9 +95,8 @@ class Membership:
         known = self._members.get(peer)
         if known is None or known.boot != boot:
             allotment = self._believed(hello.holds) if known is None else known.allotment
-            since = now if known is None else known.since
             host = hello.host[:HOST_CHARACTERS_MAX]
-            known = Member(peer, boot, host, hello.trains, hello.address, True, now, since, allotment=allotment)
+            known = Member(peer, boot, host, hello.trains, hello.address, True, now, allotment=allotment)
             self._members[peer] = known
         known.connected, known.gone_at, known.heard_at = True, None, now
         known.address = hello.address

@@ -4,9 +4,9 @@ Stands apart because it is the one place where a stranger's numbers meet everybo
 honest learner far from the others, or a liar, and nobody can tell which; so the work is merged all the same, and three
 things are cut (numerics.md, 2):
 
-    tokens   CREDIT_FACTOR times what the median live learner trains in the time since this one was last merged in
-             the fragment, and at least as many times an interval of the manifest's own batches. What is beyond it
-             enters neither the run's progress nor the weight; the learner books it as dropped, `implausible`.
+    tokens   in all, CREDIT_FACTOR times what the median live learner has trained since this one is known, and as
+             many times an interval of the manifest's own batches. What is beyond it enters neither the run's
+             progress nor the weight; the learner books it as dropped, `implausible`.
     weight   WEIGHT_FACTOR times that of the median participant: nobody's share of a merge grows without end.
     length   LENGTH_FACTOR times the median of what was merged into the fragment lately: a longer delta is shortened.
              (Where nothing was merged yet, the shell's gate refuses what is absurd beside Theta itself.)
@@ -74,11 +74,12 @@ def tokens_per_second(paces: Sequence[Pace], tokens_per_step: int) -> int:
     return lower_median(rates) if rates else 0
 
 
-def credit_max(since_ms: int, *, rate: int, tokens_per_step: int, sync: SyncSpec) -> int | None:
-    """Tokens that a contribution may stand for, `since_ms` after its learner was merged last; none without a limit."""
+def credit_max(median_trained: int, credited: int, *, tokens_per_step: int, sync: SyncSpec) -> int | None:
+    """Tokens that a learner's next contribution may stand for, where the median has trained `median_trained` since it
+    is known and `credited` of its own were merged already; none without a limit."""
     if tokens_per_step == 0:
         return None
-    return CREDIT_FACTOR * (sync.interval_steps * tokens_per_step + rate * max(0, since_ms) // 1000)
+    return max(0, CREDIT_FACTOR * (sync.interval_steps * tokens_per_step + median_trained) - credited)
 
 
 def count(

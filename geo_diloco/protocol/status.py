@@ -54,6 +54,10 @@ class FragmentTokens:
     merged: int
     in_flight: int
     carried: int
+    restored: int
+    """Part of `carried` that came with the checkpoint this process resumed from."""
+    version: Version
+    """Adopted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -112,7 +112,7 @@ class Syncer:
             case Serve():
                 if self._ledger.finished is not None:
                     return []
-                self._crediting.begin(now, away_ms=event.away_ms)
+                self._crediting.begin(away_ms=event.away_ms)
                 self._sealing.draft(Term(self._ledger.term + 1), self._open)
                 return []
             case Sealed():
@@ -264,6 +264,7 @@ class Syncer:
         if hello.layout_digest != self._ledger.layout_digest:
             detail = f"layout {hello.layout_digest[:12]}, this run has {self._ledger.layout_digest[:12]}"
             return [self._refuse(sender, "layout", detail), CloseConnection(sender, detail)]
+        self._crediting.met(sender, now)
         member = self._membership.hello(sender, event.boot, hello, now)
         effects = self._holdings.drop_forgotten(sender, hello.undecided, self._being_merged)
         merged_until = merged_or_merging(self._ledger, sender, self._rounds)
@@ -465,7 +466,7 @@ class Syncer:
             )
         )
         effects: list[Effect] = []
-        self._crediting.merged(entry.fragment, closing.taken, closing.at)
+        self._crediting.merged(entry.fragment, closing.taken, closing.counted)
         for item in closing.taken:
             self._membership.merged(item.contribution.id.peer, item.contribution.cursor)
             effects += self._holdings.let_go(item)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from geo_diloco.errors import TapeError
-from geo_diloco.manifest import FragmentId, MonoMs, PeerId
+from geo_diloco.manifest import FragmentId, MonoMs, PeerId, Version
 from geo_diloco.protocol.effects import TokensDropped
 from geo_diloco.protocol.events import Resumed, Saved, StepDone
 from geo_diloco.protocol.ledger import id_of
@@ -41,6 +41,14 @@ class FragmentBalance:
     def missing(self) -> int:
         """Tokens that are nowhere; 0 if the books are right."""
         return self.trained - self.merged - self.in_flight - self.carried - self.dropped.total()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a commit took."""
+
+    version: Version
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +82,13 @@ def summarize_tokens(
     Raises TapeError if a tape can't be read.
     """
     merged: Counter[tuple[PeerId, int]] = Counter()
-    consumed: dict[ContributionId, int] = {}
+    consumed: dict[ContributionId, Taken] = {}
     for entry in chain_entries:
         for participant in entry.participants if isinstance(entry, Commit) else ():
             assert isinstance(entry, Commit)
             merged[participant.peer, entry.fragment] += participant.tokens_unmerged
-            consumed[id_of(participant, entry.fragment)] = participant.tokens_unmerged
+            taken = Taken(entry.version, participant.tokens_unmerged)
+            consumed[id_of(participant, entry.fragment)] = taken
     learners = [
         learner
         for tape in learner_tapes
@@ -105,7 +114,7 @@ def _run_wide(tokens: Sequence[Sequence[int]], num_elements: Sequence[int]) -> i
 
 
 def _learner_balance(
-    tape: Path, num_fragments: int, merged: Counter[tuple[PeerId, int]], consumed: Mapping[ContributionId, int]
+    tape: Path, num_fragments: int, merged: Counter[tuple[PeerId, int]], consumed: Mapping[ContributionId, Taken]
 ) -> LearnerBalance | None:
     """None for a tape without a learner's boots."""
     boots = [part for part in read_tape(tape) if part.boot.role == "learner" and _has_trained(part)]
@@ -161,17 +170,31 @@ def _resumed_at(part: TapeBoot, following: TapeBoot | None) -> int:
     return saves[-1] if saves else -1
 
 
-def _add_end(core: Peer, fragments: tuple[FragmentBalance, ...], consumed: Mapping[ContributionId, int]) -> None:
-    """Books as the last process left them. What the chain has merged meanwhile is merged, not in flight; what the
-    syncer did not credit of it would have been dropped at its adoption."""
-    arrived = {claim.fragment: consumed[claim] for claim in core.undecided() if claim in consumed}
+def _add_end(
+    core: Peer, fragments: tuple[FragmentBalance, ...], consumed: Mapping[ContributionId, Taken]
+) -> None:
+    """Books as the last process left them, and what it would book of commits that it did not live to adopt. What they
+    took of its work in flight is merged; what was not credited of that is dropped. Where they took work of an earlier
+    process, of which this one knows nothing, the fragment would begin anew: see `Account.restart`."""
+    undecided = set(core.undecided())
+    arrived = {claim.fragment: consumed[claim].tokens for claim in undecided if claim in consumed}
     for p, (balance, books) in enumerate(zip(fragments, core.status(MonoMs(0)).tokens, strict=True)):
-        balance.carried += books.carried
         credited = arrived.get(FragmentId(p))
         if credited is None:
             balance.in_flight += books.in_flight
         elif credited < books.in_flight:
             balance.dropped["implausible"] += books.in_flight - credited
+        forgotten = sum(
+            taken.tokens
+            for claim, taken in consumed.items()
+            if (claim.peer, claim.fragment) == (core.peer, p) and taken.version > books.version
+            if claim not in undecided
+        )
+        if forgotten:
+            balance.dropped["crashed"] += books.restored - forgotten
+            balance.dropped["restarted"] += books.carried - books.restored
+        else:
+            balance.carried += books.carried
 
 
 def tokens_lost_after(path: Path, step: int, tokens: int) -> tuple[int, int]:

@@ -174,8 +174,7 @@ class Learner:
         if self._setup.manifest.sync.lockstep:
             self._do_duties()
         else:
-            for order in self._port.take_orders():
-                self._carry_out(order)
+            self.carry_out_orders()
         self._save_if_due(entered)
         self._set_learning_rate()
         self._left_at = time.perf_counter()
@@ -187,6 +186,12 @@ class Learner:
         if self._setup.cursor is not None:
             return self._setup.cursor()
         return self.num_tokens - self._first_tokens
+
+    def carry_out_orders(self) -> None:
+        """Do what the node has asked for since. `step` does it; besides, it is for the moment before a last save: a
+        learner that comes back to a finished run has versions to take and no step to take them in."""
+        for order in self._port.take_orders():
+            self._carry_out(order)
 
     def save(self) -> None:
         """Copy model, optimizer and anchors as they are now, and hand the copy over to be written to disk."""

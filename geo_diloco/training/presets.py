@@ -26,7 +26,15 @@ def demo_manifest() -> RunManifest:
         model=ModelSpec(config=demo_model_config()),
         data=DataSpec(source="stdlib", tokenizer="bytes", sequence_length=128, batch_size=8, num_shares=8),
         inner=InnerSpec(learning_rate=2e-3, schedule="cosine", schedule_by="run", warmup_steps=20, final_share=0.1),
-        sync=SyncSpec(interval_steps=24, num_fragments=4, overlap_steps=2, quorum=1, grace=True, kappa=1.0),
+        sync=SyncSpec(
+            interval_steps=24,
+            num_fragments=4,
+            overlap_steps=2,
+            quorum=1,
+            grace=True,
+            grace_gamma=1.0,  # four learners of one speed: all of the slack, so that nearly all are merged
+            kappa=1.0,
+        ),
         outer=OuterSpec(eta=0.7, mu=0.5),
         codec_up=CodecSpec(name="int4", block=64),
         codec_down=CodecSpec(name="int4", block=64),

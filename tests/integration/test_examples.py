@@ -32,7 +32,14 @@ def example(repository: Path, name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["02_dense.py", "03_mixture_of_experts.py", "04_vision.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "02_dense.py",
+        pytest.param("03_mixture_of_experts.py", marks=pytest.mark.slow),
+        pytest.param("04_vision.py", marks=pytest.mark.slow),
+    ],
+)
 def test_each_model_family_learns(repository: Path, name: str) -> None:
     losses = [float(loss) for loss in _LOSS.findall(example(repository, name))]
     assert len(losses) >= 2, losses

@@ -76,7 +76,7 @@ def test_the_template_shows_every_key_and_its_default_unless_marked() -> None:
         del defaults["model"][key]
     assert config["model_type"] == "llama"
     assert shown.pop("stop") == defaults.pop("stop") | {"minutes": 10.0}
-    assert shown.pop("sync") == defaults.pop("sync") | {"num_fragments": 4}
+    assert shown.pop("sync") == defaults.pop("sync") | {"num_fragments": 4, "grace_gamma": 1.0}
     assert shown.pop("inner") == defaults.pop("inner") | {"learning_rate": 0.002}
     assert shown | {f"codec_{leg}": codec[leg] for leg in codec} == defaults
 
@@ -137,6 +137,13 @@ def test_a_value_out_of_range_names_key_value_and_what_is_allowed(old: str, new:
 )
 def test_a_typo_in_a_key_names_the_key_that_was_meant(old: str, new: str, meant: str) -> None:
     assert mistake_in(changed(old, new)).startswith(meant)
+
+
+def test_a_key_with_line_breaks_in_it_is_still_one_line() -> None:
+    assert mistake_in(changed("[outer]", '[outer]\n"a\\nb" = 1')).startswith("outer.a?b = 1 is no known key")
+    assert mistake_in(changed('model_type = "llama"', '"a\\nb" = 1979-05-27\nmodel_type = "llama"')).startswith(
+        'model.config.a?b = "1979-05-27"; allowed is text'
+    )
 
 
 def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:

@@ -91,3 +91,8 @@ def test_two_demos_in_one_second_get_two_folders(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
     assert create_demo_files(None).root != create_demo_files(None).root
+
+
+def test_a_home_folder_that_nobody_has_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="nobody's home folder"):
+        create_demo_files(Path("~no-such-person-here/demo"))

@@ -78,6 +78,8 @@ def test_before_the_imports_are_done_who_would_take_part_leaves_with_status_0(
 
 
 def test_a_command_that_was_asked_for_something_says_that_it_did_not_do_it() -> None:
+    # Where the tests run in the background of a shell, SIGINT is ignored from birth.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     way_in.begin_to_listen("export")
     with pytest.raises(SystemExit) as left:
         told()

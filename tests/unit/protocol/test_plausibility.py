@@ -80,11 +80,13 @@ def test_a_lone_learner_is_believed_up_to_what_a_machine_can_do() -> None:
     assert tokens_per_second([Pace(0, 0, 0)], PER_STEP) == 0
 
 
-def test_credit_grows_with_the_time_since_the_last_merge() -> None:
+def test_credit_grows_with_what_the_median_trains_and_is_used_up_by_what_was_credited() -> None:
     at_once = CREDIT_FACTOR * SYNC.interval_steps * PER_STEP
-    assert credit_max(0, rate=2_000, tokens_per_step=PER_STEP, sync=SYNC) == at_once
-    assert credit_max(3_000, rate=2_000, tokens_per_step=PER_STEP, sync=SYNC) == at_once + CREDIT_FACTOR * 6_000
-    assert credit_max(0, rate=0, tokens_per_step=0, sync=SYNC) is None
+    assert credit_max(0, 0, tokens_per_step=PER_STEP, sync=SYNC) == at_once
+    assert credit_max(6_000, 0, tokens_per_step=PER_STEP, sync=SYNC) == at_once + CREDIT_FACTOR * 6_000
+    assert credit_max(6_000, at_once, tokens_per_step=PER_STEP, sync=SYNC) == CREDIT_FACTOR * 6_000
+    assert credit_max(0, 10**9, tokens_per_step=PER_STEP, sync=SYNC) == 0
+    assert credit_max(0, 0, tokens_per_step=0, sync=SYNC) is None
 
 
 def test_tokens_that_were_not_credited_leave_the_books_with_their_reason() -> None:
@@ -113,16 +115,17 @@ class Crediting(Syncing):
         )
         self.core = Peer(peer=FOUNDER, boot=BOOT, role="syncer", rules=rules, run=RUN, layout_digest=LAYOUT)
 
-    def asked(self) -> RoundOpen:
+    def asked(self, effects: list[Effect] | None = None) -> RoundOpen:
         """The next question for fragment 1, from learners that do a step of PER_STEP tokens in 100 ms."""
+        effects = effects or []
         for _ in range(100):
-            effects = self.pass_time(100)
-            for peer in (ANN, BEN, CYD):
-                step = self.now // 100
-                self.hear(replace(progress(step), tokens=PER_STEP * step), peer)
             for each in said(effects, RoundOpen):
                 if each.fragment == 1:
                     return each
+            effects = self.pass_time(100)
+            for peer in (ANN, BEN, CYD):
+                step = self.now // 100
+                effects += self.hear(replace(progress(step), tokens=PER_STEP * step), peer)
         raise AssertionError("no round was opened")
 
     def merge(self, asked: RoundOpen, norms: dict[str, float] | None = None, **changes: object) -> Merge:
@@ -149,8 +152,8 @@ class Crediting(Syncing):
         return merge
 
 
-def crediting(stop: StopSpec | None = None) -> Crediting:
-    made = Crediting.founding(stop=stop)
+def crediting(stop: StopSpec | None = None, quorum: int = 1) -> Crediting:
+    made = Crediting.founding(replace(SYNC, quorum=quorum), stop)
     assert isinstance(made, Crediting)
     for peer in (ANN, BEN, CYD):
         made.join(peer)
@@ -198,6 +201,32 @@ def test_a_learner_that_was_cut_off_for_long_is_credited_all_it_trained() -> Non
     trained = 6_000 * PER_STEP
     asked = next(each for each in said(it.hear(hello(), ANN), RoundOpen) if each.fragment == 1)
     merge = it.merge(asked, tokens=trained, tokens_unmerged=trained, steps=6_000)
+    assert {each.peer: each.tokens_unmerged for each in committed(it.merged(merge)).participants}[CYD] == trained
+
+
+def test_work_that_was_held_up_behind_an_older_contribution_is_credited() -> None:
+    """It was sampled long ago, and what was trained since comes right after its merge: with the syncer frozen, or a
+    link cut, in between."""
+    it = crediting(quorum=3)
+    it.merged(it.merge(it.asked()))
+    asked = it.asked()
+    it.now += 600_000
+    effects = it.merged(it.merge(asked))
+    trained = 6_000 * PER_STEP
+    merge = it.merge(it.asked(effects), tokens=trained, tokens_unmerged=trained, steps=6_000)
+    assert {each.peer: each.tokens_unmerged for each in committed(it.merged(merge)).participants}[CYD] == trained
+
+
+def test_learners_that_stall_for_a_moment_cost_nobody_credit() -> None:
+    it = crediting()
+    it.merged(it.merge(it.asked()))
+    asked = it.asked()
+    step = it.now // 100 + 1
+    for peer in (ANN, BEN):
+        it.hear(replace(progress(step, 40_000_000), tokens=PER_STEP * step), peer)
+    it.now += 10_000
+    trained = 3_000 * PER_STEP
+    merge = it.merge(asked, tokens=trained, tokens_unmerged=trained, steps=3_000)
     assert {each.peer: each.tokens_unmerged for each in committed(it.merged(merge)).participants}[CYD] == trained
 
 

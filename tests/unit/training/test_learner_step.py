@@ -371,3 +371,14 @@ def test_a_save_is_due_every_so_many_seconds(monkeypatch: pytest.MonkeyPatch) ->
         now[0] += 1.0
         learner.step(tokens=1)
     assert [extra["step"] for _, _, extra in port.saves] == [10, 20]
+
+
+def test_what_was_ordered_is_done_before_a_last_save_without_another_step() -> None:
+    """A learner that comes back to a finished run takes no step any more, and still has versions to adopt."""
+    port = ScriptedPort()
+    learner, model, _ = make_learner(port)
+    theta = torch.ones_like(learner.replica.anchor(1))
+    port.orders.extend([ResetOrder(fragment=1, version=3, theta=theta), FinishOrder("the run is done")])
+    learner.carry_out_orders()
+    assert torch.equal(vectors_of(model, learner.replica.layout)[1], theta)
+    assert (learner.num_steps, learner.finished) == (0, True)
