@@ -10,13 +10,13 @@ import contextlib
 import io
 import sys
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from geo_diloco import __version__
-from geo_diloco.errors import GeoDilocoError
+from geo_diloco.errors import GeoDilocoError, UserError
 
 _COMMANDS = {
     "demo": "demo:demo",
@@ -30,6 +30,10 @@ _COMMANDS = {
     "bench": "bench:app",
 }
 """In the order of `--help`: module and attribute, a function or a group of its own."""
+
+
+_Mistake: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What typer's parser raises; it brings its own copy of click, or imports one."""
 
 
 class _Commands(TyperGroup):
@@ -87,8 +91,29 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a name that this terminal can't show is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     try:
-        app(prog_name="geo-diloco")
-    except GeoDilocoError as exc:
+        status = app(prog_name="geo-diloco", standalone_mode=False)
+    except _Mistake as exc:
+        if not exc.format_message().startswith("Usage:"):
+            _end(UserError(_mistyped(exc)))
+        # A group called without a command: its help.
         with contextlib.suppress(OSError):
-            print(f"error {exc.code}: {' '.join(str(exc).split())}", file=sys.stderr)
-        raise SystemExit(exc.exit_status) from None
+            print(exc.format_message(), file=sys.stderr)
+        raise SystemExit(UserError.exit_status) from None
+    except GeoDilocoError as exc:
+        _end(exc)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _end(failure: GeoDilocoError) -> NoReturn:
+    with contextlib.suppress(OSError):
+        print(f"error {failure.code}: {' '.join(str(failure).split())}", file=sys.stderr)
+    raise SystemExit(failure.exit_status) from None
+
+
+def _mistyped(exc: Any) -> str:
+    """What is wrong with a command line, and where to look."""
+    context = getattr(exc, "ctx", None)
+    command = "geo-diloco" if context is None else context.command_path
+    return f"{exc.format_message().rstrip('.')}; see `{command} --help`"

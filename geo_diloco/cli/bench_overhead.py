@@ -76,7 +76,7 @@ def _founder(folder: Path) -> Iterator[str]:
 
 
 def _window(seconds: float, invite: str, run_dir: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "geo_diloco", "bench", "overhead-window", str(seconds)]
+    command = [sys.executable, "-P", "-m", "geo_diloco", "bench", "overhead-window", str(seconds)]
     if invite:
         command += ["--invite", invite, "--run-dir", str(run_dir)]
     done = subprocess.run(

@@ -47,7 +47,7 @@ def measure_quality(*, minutes: float, num_learners: int, say: Callable[[str], N
 
 
 def _demo(run_dir: Path, minutes: float, num_learners: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "geo_diloco", "demo", "--plain", "--json", "--run-dir", str(run_dir)]
+    command = [sys.executable, "-P", "-m", "geo_diloco", "demo", "--plain", "--json", "--run-dir", str(run_dir)]
     command += ["--minutes", str(minutes), "--learners", str(num_learners)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -83,7 +83,7 @@ class Children:
         self, logs: Path, *, program: Sequence[str] | None = None, interrupted: threading.Event | None = None
     ) -> None:
         self._logs = logs
-        self._program = tuple(program or (sys.executable, "-m", "geo_diloco"))
+        self._program = tuple(program or (sys.executable, "-P", "-m", "geo_diloco"))
         self._interrupted = interrupted or threading.Event()
         self._running: dict[str, Child] = {}
         self._environment = child_environment(os.environ)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,10 +21,7 @@ def join(
         typer.Option(help="float32 or bfloat16, of the passes. [default: float32]"),
     ] = None,
     threads: options.Threads = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Training data. [default: the run's own source]"),
-    ] = None,
+    data_dir: options.DataDir = None,
     save_every_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints. [default: 10]")] = None,
     run_dir: options.RunDir = None,
     host: options.Host = None,

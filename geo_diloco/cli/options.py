@@ -39,6 +39,10 @@ Bootstraps = Annotated[
     typer.Option("--bootstrap", help="Multiaddress of a bootstrap; may be given several times."),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads for torch; 0 leaves it to torch. [default: 0]")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Training data. [default: the run's own source]"),
+]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error. [default: info]")]
 
 

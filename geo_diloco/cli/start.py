@@ -28,6 +28,7 @@ def start(
     announce: options.Announce = None,
     dht_host: options.DhtHost = None,
     dht_port: options.DhtPort = None,
+    data_dir: options.DataDir = None,
     threads: options.Threads = None,
     keep_contributions: Annotated[
         bool | None,
@@ -47,6 +48,7 @@ def start(
         announce=announce,
         dht_host=dht_host,
         dht_port=dht_port,
+        data_dir=data_dir,
         threads=threads,
         keep_contributions=keep_contributions,
         log_level=log_level,

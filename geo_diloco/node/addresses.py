@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from geo_diloco.config import PeerConfig, split_announce
+from geo_diloco.config import PeerConfig, peer_config_from, split_announce
 from geo_diloco.errors import ConfigError
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.runtime.disk import atomic_write
@@ -43,6 +44,28 @@ def directory_addresses(config: PeerConfig) -> DirectoryAddresses:
         port = port or _free_port(config.dht_host)
         announce = (maddr_of(split_announce(config.announce)[0], port),)
     return DirectoryAddresses(listen=(maddr_of(config.dht_host, port),), announce=announce)
+
+
+SAID = ("host", "port", "announce", "dht_host", "dht_port", "bootstraps")
+"""Settings that a founder keeps: a run that is resumed as the README says must be where its peers look for it."""
+
+
+def as_before(run_dir: RunDir, config: PeerConfig) -> PeerConfig:
+    """These settings, and where nothing was said this time what was said last time; kept for the next time.
+
+    Raises ConfigError if what was kept can't be used.
+    """
+    kept: dict[str, object] = {}
+    with contextlib.suppress(OSError):
+        try:
+            kept = dict(json.loads(run_dir.addresses.read_bytes()))
+        except (ValueError, TypeError) as exc:
+            raise ConfigError(f"{run_dir.addresses} is damaged: {exc}; remove it and give the addresses again") from exc
+    said = {key: getattr(config, key) for key in SAID if key in config.model_fields_set}
+    both = {key: value for key, value in (kept | said).items() if key in SAID}
+    atomic_write(run_dir.addresses, json.dumps(both, indent=1).encode())
+    settings = {key: getattr(config, key) for key in config.model_fields_set} | both
+    return peer_config_from(settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from geo_diloco.config import PeerConfig
 from geo_diloco.manifest import RunManifest
+from geo_diloco.node.addresses import as_before
 from geo_diloco.node.founding import FounderParts, discard_if_never_founded, prepare_founder
 from geo_diloco.node.rundir import disk_failure, disk_failures
 from geo_diloco.node.syncing import FounderInfo, FounderNode
@@ -41,6 +42,7 @@ class Founder:
         self._is_closed = False
         try:
             with disk_failures(self._parts.run_dir.root):
+                config = as_before(self._parts.run_dir, config)
                 self._node = self._thread.wait(_make(self._parts, config), check=check)
                 self.info = self._thread.wait(self._node.start(), check=check)
         except BaseException:

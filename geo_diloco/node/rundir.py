@@ -88,6 +88,11 @@ class RunDir:
         return self.root / "ports.json"
 
     @property
+    def addresses(self) -> Path:
+        """What was said about addresses when the run was founded, for the next start."""
+        return self.root / "addresses.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

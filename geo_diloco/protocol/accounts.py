@@ -104,9 +104,7 @@ class Account:
         self.undecided = None
         return [TokensDropped(self.fragment, dropped, "shrunk")] if dropped else []
 
-    def restart(
-        self, version: Version, step: int, tokens: int, *, merged: int, last_step: int
-    ) -> list[TokensDropped]:
+    def restart(self, version: Version, step: int, tokens: int, *, merged: int, last_step: int) -> list[TokensDropped]:
         """The fragment was set to Theta because a commit holds work of an earlier process of ours that this one does
         not remember: `merged` tokens, up to inner step `last_step`. What that work added to the checkpoint was booked
         as crashed and is not; what was trained here since is lost."""

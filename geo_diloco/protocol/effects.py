@@ -282,4 +282,3 @@ Effect = (
     | TokensMerged
     | TokensDropped
 )
-

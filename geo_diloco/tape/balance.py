@@ -170,9 +170,7 @@ def _resumed_at(part: TapeBoot, following: TapeBoot | None) -> int:
     return saves[-1] if saves else -1
 
 
-def _add_end(
-    core: Peer, fragments: tuple[FragmentBalance, ...], consumed: Mapping[ContributionId, Taken]
-) -> None:
+def _add_end(core: Peer, fragments: tuple[FragmentBalance, ...], consumed: Mapping[ContributionId, Taken]) -> None:
     """Books as the last process left them, and what it would book of commits that it did not live to adopt. What they
     took of its work in flight is merged; what was not credited of that is dropped. Where they took work of an earlier
     process, of which this one knows nothing, the fragment would begin anew: see `Account.restart`."""

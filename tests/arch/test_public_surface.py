@@ -33,7 +33,7 @@ COMMANDS: dict[str, list[str]] = {
     "demo": ["--chaos", "--json", "--learners", "--minutes", "--plain", "--run-dir"],
     "bootstrap": ["--announce", "--host", "--json", "--port", "--state-dir"],
     "init": ["--force"],
-    "start": sorted([*PEER_FLAGS, "--json", "--keep-contributions", "--run-dir", "--threads"]),
+    "start": sorted([*PEER_FLAGS, "--data-dir", "--json", "--keep-contributions", "--run-dir", "--threads"]),
     "join": sorted(
         [*PEER_FLAGS, "--data-dir", "--device", "--dtype", "--no-train", "--run-dir", "--save-every-s", "--threads"]
     ),

@@ -424,7 +424,8 @@ def test_the_next_start_sweeps_what_a_power_cut_left(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)", f"-listen=/unix{left}/p2pd.sock"]
     with subprocess.Popen(command) as stale:
         state.sweep()
-        assert stale.wait(timeout=2) == -signal.SIGTERM
+        # On a machine that is busy it may not have been scheduled before patience was over.
+        assert stale.wait(timeout=2) in (-signal.SIGTERM, -signal.SIGKILL)
     assert not left.exists() and not state.note.exists()
     state.sweep()
     state.release()

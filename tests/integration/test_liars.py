@@ -197,9 +197,13 @@ async def tell(run: Run, root: Path, lie: Lie) -> None:
             await lie(liar, link, session)
 
 
+def num_training_honestly(run: Run) -> int:
+    return sum(each["step"] > 30 and "liar" not in each["host"] for each in run.status()["learners"])
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path, num_commits=120)
+    made = Run(tmp_path, num_commits=240)
     yield made
     made.close()
 
@@ -212,7 +216,7 @@ def test_a_run_with_liars_in_it_ends_as_it_should(run: Run, tmp_path: Path) -> N
         asyncio.run(tell(run, tmp_path, lie))
         assert run.founder.poll() is None, f"the founder did not survive a peer that {lie.__name__}"
     run.start_learner(2)
-    run.wait(lambda: len([each for each in run.status()["learners"] if each["step"] > 30]) >= 2, "an honest newcomer")
+    run.wait(lambda: num_training_honestly(run) >= 2, "an honest newcomer")
     status = run.status()
     assert status["tokens_total"] < 10**8
     assert status["heldout"][0][1] < 7.0

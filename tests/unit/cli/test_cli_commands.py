@@ -361,3 +361,35 @@ def test_a_bug_keeps_its_traceback(node: FakeNode, monkeypatch: pytest.MonkeyPat
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(cli.app, arguments).exit_code == 2
+
+
+# ---- command lines that are none ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["strat"], "No such command 'strat'; see `geo-diloco --help`"),
+        (["start"], "Missing argument 'source'; see `geo-diloco start --help`"),
+        (["join", "gd1-x", "--port", "abc"], "Invalid value for '--port'"),
+        (["status", "--prot"], "No such option: --prot"),
+    ],
+)
+def test_a_mistyped_command_is_one_line_with_a_code_and_where_to_look(
+    arguments: list[str], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["geo-diloco", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"error GD-100: {what}") and said.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["geo-diloco"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and "demo" in "".join(capsys.readouterr())

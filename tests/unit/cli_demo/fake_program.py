@@ -38,6 +38,7 @@ def main(command: str, *arguments: str) -> int:
 
 def found(run_dir: Path, maddr: str, stopped: threading.Event) -> int:
     assert maddr == "/ip4/127.0.0.1/tcp/1/p2p/x"
+
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             steps = len(list(run_dir.glob("learner-*/steps")))

@@ -24,9 +24,7 @@ from .test_control_link import sealed
 ME = Identity.generate()
 
 
-def with_server(
-    tmp_path: Path, talk: Callable[[Served], Awaitable[None]], port: RememberingPort | None = None
-) -> None:
+def with_server(tmp_path: Path, talk: Callable[[Served], Awaitable[None]], port: RememberingPort | None = None) -> None:
     async def run() -> None:
         async with served(BlobStore(tmp_path), port) as it:
             await talk(it)
@@ -43,9 +41,7 @@ def test_half_of_the_files_are_for_connections() -> None:
     assert CONNECTIONS_MIN <= connections_max() <= CONNECTIONS_MAX
 
 
-def test_one_address_gets_half_of_the_connections_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_address_gets_half_of_the_connections_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "connections_max", lambda: 6)
 
     async def talk(it: Served) -> None:
