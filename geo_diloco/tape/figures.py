@@ -28,6 +28,8 @@ class ChainFigures:
     """Mean bytes of a merged contribution per parameter of its fragment."""
     bytes_per_param_down: float = 0.0
     """The same for updates."""
+    bytes_up: int = 0
+    """Of all merged contributions."""
     quorum_wait_ms_mean: float = 0.0
     grace_ms_mean: float = 0.0
     finished: bool = False
@@ -75,6 +77,7 @@ def chain_figures(entries: Iterable[Entry]) -> ChainFigures:
         commits=len(commits),
         participants_mean=_mean([len(commit.participants) for commit in commits]),
         bytes_per_param_up=sum(sizes_up) / max(1, params_up),
+        bytes_up=sum(sizes_up),
         bytes_per_param_down=sum(commit.update.size for commit in commits) / max(1, params_down),
         quorum_wait_ms_mean=_mean([commit.quorum_wait_ms for commit in commits]),
         grace_ms_mean=_mean([commit.grace_ms for commit in commits]),
