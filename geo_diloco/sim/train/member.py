@@ -57,10 +57,11 @@ from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.pieces import blob_ref
 from geo_diloco.sim.train.fleet import Machine
 from geo_diloco.sim.train.syncer import SyncerProcess
-from geo_diloco.sim.train.training import Report, Start, Training
+from geo_diloco.sim.train.training import Start, Training
 from geo_diloco.sim.train.world import CUT_NOTICED_MS, WORK_MS, ControlLink, Process, World
 from geo_diloco.training.checkpoint import LearnerCheckpoint
 from geo_diloco.training.learner import AdoptOrder, ResetOrder, SampleOrder
+from geo_diloco.training.reports import Report
 
 RETRY_MS = 500
 """Between two tries to reach the syncer."""
@@ -356,11 +357,11 @@ class MemberProcess(Process):
         if not self.is_alive:
             return
         event = report.event
-        if isinstance(event, Saved) and report.checkpoint is not None:
-            self._saves[event.save] = report.checkpoint
+        if isinstance(event, Saved):
+            self._saves[event.save] = _checkpoint_from(report)
         self.handle(event)
-        if isinstance(event, SampleTaken) and report.delta_N is not None:
-            delta_N = report.delta_N
+        if isinstance(event, SampleTaken) and report.delta is not None:
+            delta_N = report.delta
             self._on_fold(lambda: self._encode(event, delta_N))
 
     def _encode(self, event: SampleTaken, delta_N: Tensor) -> None:
@@ -406,3 +407,18 @@ class MemberProcess(Process):
         self._disk.forgotten = [blob for blob in self._disk.forgotten if blob in needed]
         for blob in gone:
             self._disk.contributions.pop(blob, None)
+
+
+def _checkpoint_from(report: Report) -> LearnerCheckpoint:
+    """As it would be read back from disk; the books stay with it as they are."""
+    assert report.tensors is not None and report.extra is not None
+    extra = report.extra
+    return LearnerCheckpoint(
+        save=extra["save"],
+        step=extra["step"],
+        tokens=extra["tokens"],
+        cursor=extra["cursor"],
+        tensors=report.tensors,
+        extra=extra,
+        accounts_json="",
+    )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from geo_diloco.manifest import Digest, FragmentId, PeerId, Version
 from geo_diloco.numerics.fragments import fragment_digest
-from geo_diloco.numerics.gate import check_contribution, length_max
 from geo_diloco.protocol.effects import (
     AcceptBlob,
     Announce,
@@ -33,7 +32,6 @@ from geo_diloco.protocol.events import (
     EntryArrived,
     Evaluated,
     FoundRun,
-    Merged,
     MergeFailed,
     Sealed,
     SnapshotLoaded,
@@ -137,38 +135,18 @@ class SyncerProcess(Process):
         frame = self._contributions.get(effect.blob)
         if frame is None:
             self.handle(ContributionChecked(effect.id, False, "not held any more", 0.0))
-            return
-        fragment, layout = effect.id.fragment, self.world.layout
-        result = check_contribution(
-            frame,
-            num_elements=layout.num_elements[fragment],
-            layout_digest=layout.digest,
-            fragment=fragment,
-            spec=self.world.manifest.codec_up,
-            length_max=length_max(self.outer.theta(fragment)),
-        )
-        self.handle(ContributionChecked(effect.id, result.ok, result.reason, result.norm if result.ok else 0.0))
+        else:
+            self.handle(self.outer.check(effect, frame, self.world.manifest))
 
     def _merge(self, effect: Merge) -> None:
-        fragment, number, attempt = effect.fragment, effect.round, effect.attempt
         try:
             outcome = self.outer.merge(effect, self._contributions.__getitem__, self.world.manifest)
         except MergeError as exc:
-            self.handle(MergeFailed(fragment, number, attempt, exc.reason, exc.culprit))
+            self.handle(MergeFailed(effect.fragment, effect.round, effect.attempt, exc.reason, exc.culprit))
             return
         update = blob_ref(outcome.frame)
         self.updates[update] = outcome.frame
-        merged = Merged(
-            fragment=fragment,
-            round=number,
-            attempt=attempt,
-            update=update,
-            state_digest=outcome.state_digest,
-            momentum_digest=outcome.momentum_digest,
-            rbar=outcome.rbar,
-            rho=outcome.rho,
-        )
-        self.handle(merged)
+        self.handle(outcome.answer(effect, update))
 
     # ---- what learners reach over their data plane
 

@@ -9,39 +9,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from geo_diloco.manifest import FragmentId, Version
 from geo_diloco.protocol.effects import StartTraining
-from geo_diloco.protocol.events import Adopted, Event, SampleTaken, Saved, StepDone
 from geo_diloco.sim.train.world import HOP_MS, World
 from geo_diloco.training.checkpoint import LearnerCheckpoint
 from geo_diloco.training.data import TokenStream
-from geo_diloco.training.learner import (
-    Accept,
-    AdoptOrder,
-    FinishOrder,
-    Learner,
-    LearnerSetup,
-    Order,
-    ResetOrder,
-    SampleOrder,
-)
+from geo_diloco.training.learner import Accept, FinishOrder, Learner, LearnerSetup, Order
 from geo_diloco.training.loop import inner_step, make_optimizer, training_loss
+from geo_diloco.training.reports import Report, Reporter
 
 JITTER = 0.05
 """An inner step takes its machine's time, give or take this share of it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Report:
-    """An event for the core, with what belongs to it and is not for the core."""
-
-    event: Event
-    delta_N: Tensor | None = None
-    checkpoint: LearnerCheckpoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +40,7 @@ class Start:
     progress: Callable[[], float]
 
 
-class Training:
+class Training(Reporter):
     """A `training.learner.NodePort` and the loop above it. Stops for good when its process dies."""
 
     failed: BaseException | None = None
@@ -214,29 +194,6 @@ class Training:
 
     def wait_order(self, accept: Accept) -> Order | None:
         raise AssertionError("a boundary is driven here, it never waits")
-
-    def step_done(self, step: int, tokens: int, step_time_us: int, loss: float | None, cursor: int) -> None:
-        self._report(Report(StepDone(step, tokens, step_time_us, loss, cursor)))
-
-    def sampled(self, order: SampleOrder, delta: Tensor, step: int, tokens: int, cursor: int) -> None:
-        event = SampleTaken(FragmentId(order.fragment), order.round, step, tokens, cursor)
-        self._report(Report(event, delta_N=delta))
-
-    def adopted(self, order: AdoptOrder | ResetOrder, scale_ppm: int, step: int, tokens: int) -> None:
-        event = Adopted(FragmentId(order.fragment), Version(order.version), step, tokens, scale_ppm)
-        self._report(Report(event))
-
-    def save(self, save: int, step: int, tokens: int, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
-        checkpoint = LearnerCheckpoint(
-            save=save,
-            step=step,
-            tokens=tokens,
-            cursor=extra["cursor"],
-            tensors=tensors,
-            extra=extra,
-            accounts_json="",
-        )
-        self._report(Report(Saved(save, step, tokens), checkpoint=checkpoint))
 
     def _report(self, report: Report) -> None:
         self._world.clock.after(HOP_MS, lambda: self._start.receive(report))
