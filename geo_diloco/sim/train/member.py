@@ -7,12 +7,12 @@ frames and checkpoints are the real ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from geo_diloco.manifest import FragmentId, PeerId, Seq
+from geo_diloco.manifest import FragmentId, PeerId, Seq, Version
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import bytes_from_vector
 from geo_diloco.protocol.effects import (
@@ -55,6 +55,7 @@ from geo_diloco.protocol.events import (
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.pieces import blob_ref
+from geo_diloco.sim.train.disk import MemberDisk, Saving, checkpoint_from
 from geo_diloco.sim.train.fleet import Machine
 from geo_diloco.sim.train.syncer import SyncerProcess
 from geo_diloco.sim.train.training import Start, Training
@@ -70,27 +71,6 @@ SAVE_MS = 50
 SAVE_EVERY_S = 10.0
 
 
-@dataclass(frozen=True)
-class Saving:
-    """One checkpoint with the books that belong to it."""
-
-    accounts: PersistAccounts
-    state: LearnerCheckpoint
-
-
-@dataclass
-class MemberDisk:
-    """What outlives a learner's process."""
-
-    saving: Saving | None = None
-    contributions: dict[BlobRef, bytes] = field(default_factory=dict)
-    """Own, until they are decided and no checkpoint may need them any more."""
-    forgotten: list[BlobRef] = field(default_factory=list)
-    steps_heard: int = 0
-    tokens_heard: int = 0
-    """Of inner steps that the core was told of, by this learner's tape."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemberParts:
     """What every process of one learner begins with."""
@@ -99,24 +79,23 @@ class MemberParts:
     machine: Machine
     syncer: SyncerProcess
     model: nn.Module
-    saves: bool
-    """Whether checkpoints are taken: they cost time, and only a crash needs them."""
+    disk: MemberDisk
 
 
 class MemberProcess(Process):
     """One process start of a learner."""
 
-    def __init__(self, world: World, parts: MemberParts, disk: MemberDisk) -> None:
+    def __init__(self, world: World, parts: MemberParts) -> None:
         super().__init__(world, parts.peer, "learner")
         self._parts = parts
         self._syncer = parts.syncer
         self.machine = parts.machine
-        self._disk = disk
+        self._disk = parts.disk
         self._link: ControlLink | None = None
         self._outer = OuterState(world.layout, with_momentum=False, with_residual=False)
         self._training: Training | None = None
         self._saves: dict[int, LearnerCheckpoint] = {}
-        self._fetched: dict[BlobRef, bytes] = {}
+        self._fetched: dict[tuple[FragmentId, Version], bytes] = {}
         self._fold_free_at = 0
         self._down_free_at = 0
         self._is_leaving = False
@@ -141,9 +120,7 @@ class MemberProcess(Process):
             )
         self._begin(saving.state)
         self.handle(accounts.resume_at)
-        lost_steps = max(0, self._disk.steps_heard - accounts.step)
-        lost_tokens = max(0, self._disk.tokens_heard - accounts.tokens)
-        self.handle(Resumed(accounts.step, accounts.tokens, accounts.accounts, lost_steps, lost_tokens))
+        self.handle(Resumed(accounts.step, accounts.tokens, accounts.accounts, *self._disk.lost_since(saving)))
         self._from_syncer(lambda: self._take_entries(accounts.resume_at.seq + 1))
         self._connect()
 
@@ -165,7 +142,7 @@ class MemberProcess(Process):
             theta=[self._outer.theta(FragmentId(p)) for p in fragments],
             checkpoint=checkpoint,
             step_ms=self.machine.step_ms,
-            save_every_s=SAVE_EVERY_S if self._parts.saves else 0.0,
+            save_every_s=SAVE_EVERY_S if self._disk.keeps_checkpoints else 0.0,
             receive=self._receive,
             progress=lambda: self.core.ledger.progress,
         )
@@ -301,10 +278,10 @@ class MemberProcess(Process):
             case Upload():
                 self._upload(effect.blob)
             case ForgetBlob():
-                self._forget(effect.blob)
+                self._disk.forget(effect.blob)
             case PersistAccounts():
                 saving = Saving(effect, self._saves.pop(effect.save))
-                self.clock.after(SAVE_MS, lambda: self._saved(saving))
+                self.clock.after(SAVE_MS, lambda: self._disk.save(saving) if self.is_alive else None)
             case RunFinished():
                 training.finish(effect.reason)
             case _:
@@ -332,7 +309,7 @@ class MemberProcess(Process):
         return True
 
     def _update_here(self, effect: FetchUpdate) -> None:
-        self._fetched[effect.blob] = self._syncer.updates[effect.blob]
+        self._fetched[effect.fragment, effect.version] = self._syncer.updates[effect.blob]
         self.handle(UpdateFetched(effect.fragment, effect.version))
 
     def _on_fold(self, action: Callable[[], None]) -> None:
@@ -341,7 +318,7 @@ class MemberProcess(Process):
         self.clock.at(self._fold_free_at, lambda: action() if self.is_alive else None)
 
     def _apply(self, effect: ApplyUpdate) -> None:
-        self._outer.apply(effect, self._fetched.pop(effect.update))
+        self._outer.apply(effect, self._fetched.pop((effect.fragment, effect.version)))
         self.handle(Applied(effect.fragment, effect.version, effect.state_digest))
 
     def _replace(self, effect: FetchFragment) -> None:
@@ -358,7 +335,7 @@ class MemberProcess(Process):
             return
         event = report.event
         if isinstance(event, Saved):
-            self._saves[event.save] = _checkpoint_from(report)
+            self._saves[event.save] = checkpoint_from(report)
         self.handle(event)
         if isinstance(event, SampleTaken) and report.delta is not None:
             delta_N = report.delta
@@ -389,36 +366,3 @@ class MemberProcess(Process):
                 self.handle_after(self.machine.delay_ms, UploadFailed(blob, "not announced"))
 
         self.clock.after(ms + self.machine.delay_ms, arrives)
-
-    def _forget(self, blob: BlobRef) -> None:
-        """A process that resumes from the checkpoint of now may still need it; without checkpoints nobody does."""
-        if self._parts.saves:
-            self._disk.forgotten.append(blob)
-        else:
-            self._disk.contributions.pop(blob, None)
-
-    def _saved(self, saving: Saving) -> None:
-        """On disk: what was forgotten before it was taken can go."""
-        if not self.is_alive:
-            return
-        self._disk.saving = saving
-        needed = {each.undecided.contribution.blob for each in saving.accounts.accounts if each.undecided is not None}
-        gone = [blob for blob in self._disk.forgotten if blob not in needed]
-        self._disk.forgotten = [blob for blob in self._disk.forgotten if blob in needed]
-        for blob in gone:
-            self._disk.contributions.pop(blob, None)
-
-
-def _checkpoint_from(report: Report) -> LearnerCheckpoint:
-    """As it would be read back from disk; the books stay with it as they are."""
-    assert report.tensors is not None and report.extra is not None
-    extra = report.extra
-    return LearnerCheckpoint(
-        save=extra["save"],
-        step=extra["step"],
-        tokens=extra["tokens"],
-        cursor=extra["cursor"],
-        tensors=report.tensors,
-        extra=extra,
-        accounts_json="",
-    )

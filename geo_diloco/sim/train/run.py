@@ -20,8 +20,9 @@ from geo_diloco.manifest import FragmentId, RunManifest
 from geo_diloco.numerics.fragments import gather, layout_from_module, named_trainable, scatter_
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.sim.clock import Clockwork
+from geo_diloco.sim.train.disk import MemberDisk
 from geo_diloco.sim.train.fleet import Fleet
-from geo_diloco.sim.train.member import MemberDisk, MemberParts, MemberProcess
+from geo_diloco.sim.train.member import MemberParts, MemberProcess
 from geo_diloco.sim.train.syncer import SyncerProcess
 from geo_diloco.sim.train.world import World, peer_named
 from geo_diloco.tape import TokenSummary, summarize_boots
@@ -105,7 +106,8 @@ class Simulation:
         self._gauge = Gauge(self.manifest, build_model(self.manifest.model), num_points=self.num_points)
         self.world = World(self.manifest, layout, self.fleet, Clockwork(self.seed), on_trained=self._look)
         self.syncer = SyncerProcess(self.world, theta_0, self._gauge.measure)
-        self._disks = [MemberDisk() for _ in self.fleet.machines]
+        crashing = {fault.learner - 1 for fault in self.fleet.faults if fault.kind == "crash"}
+        self._disks = [MemberDisk(keeps_checkpoints=i in crashing) for i in range(self.fleet.num_learners)]
         self.members = [self._member(index) for index in range(self.fleet.num_learners)]
 
     def _member(self, index: int) -> MemberProcess:
@@ -114,9 +116,9 @@ class Simulation:
             machine=self.fleet.machines[index],
             syncer=self.syncer,
             model=self._model,
-            saves=any(fault.kind == "crash" and fault.learner == index + 1 for fault in self.fleet.faults),
+            disk=self._disks[index],
         )
-        return MemberProcess(self.world, parts, self._disks[index])
+        return MemberProcess(self.world, parts)
 
     def _look(self, tokens: int) -> None:
         self._gauge.look(tokens, self.world.clock.now, lambda: self._gauge.measure(self.syncer.outer))
