@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from geo_diloco.errors import ConfigError
 from geo_diloco.manifest import RunManifest
 from geo_diloco.sim.train.arms import Arm
 from geo_diloco.sim.train.fleet import Fleet
@@ -74,7 +75,10 @@ def run_arm(arm: Arm, fleet: Fleet, seed: int) -> ArmResult:
 
 def _decoupled(arm: Arm, fleet: Fleet, seed: int) -> ArmResult:
     simulation = Simulation(arm.seeded(seed), fleet, seed, NUM_POINTS)
-    outcome = simulation.go()
+    try:
+        outcome = simulation.go()
+    except ConfigError as exc:
+        raise ConfigError(f"--arm {arm.text}, seed {seed}: {exc}") from exc
     num_elements = simulation.world.layout.num_elements
     chain = chain_figures(link.entry for link in outcome.syncer.chain)
     updates_bytes = sum(len(frame) for frame in outcome.syncer.updates.values())
