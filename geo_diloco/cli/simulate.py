@@ -66,7 +66,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of the table, a summary last.")] = False,
 ) -> None:
     """Really train the demo's small model, in one process under virtual time, by several methods side by side."""
-    from geo_diloco.sim.train.arms import DEFAULT_ARMS, arms_from, common_manifest
+    from geo_diloco.sim.train.arms import DEFAULT_ARMS, arms_from, base_manifest
     from geo_diloco.sim.train.comparing import compare, summarize
 
     _check("--learners", learners, 1, LEARNERS_MAX)
@@ -74,11 +74,9 @@ def train(
     chosen = _seeds(seed, seeds)
     fleet = _fleet(learners, speeds=speeds, step_ms=step_ms, links=(up, down, delay_ms), faults=faults)
     if lockstep and fleet.faults:
-        raise ConfigError(
-            f"--faults {faults}: not with --lockstep, where all wait for one that is away; leave one out"
-        )
-    common = common_manifest(num_learners=learners, tokens=tokens, lockstep=lockstep)
-    arms = arms_from(arm or list(DEFAULT_ARMS), common, num_learners=learners)
+        raise ConfigError(f"--faults {faults}: not with --lockstep, where all wait for one that is away; leave one out")
+    base = base_manifest(num_learners=learners, tokens=tokens, lockstep=lockstep)
+    arms = arms_from(arm or list(DEFAULT_ARMS), base, num_learners=learners)
 
     def told(result: ArmResult) -> None:
         loss = "not finite" if result.heldout is None else f"{result.heldout:.4f}"
@@ -88,7 +86,7 @@ def train(
 
     results = compare(arms, fleet, chosen, told)
     if as_json:
-        facts = {"learners": learners, "tokens": common.stop.tokens, "seeds": chosen, "lockstep": lockstep}
+        facts = {"learners": learners, "tokens": base.stop.tokens, "seeds": chosen, "lockstep": lockstep}
         answer(json.dumps(summarize(arms, results, facts)))
         return
     from geo_diloco.cli.simulate_table import table

@@ -74,7 +74,7 @@ class Arm:
         return replace(self.manifest, model=model, data=data)
 
 
-def common_manifest(*, num_learners: int, tokens: int, lockstep: bool) -> RunManifest:
+def base_manifest(*, num_learners: int, tokens: int, lockstep: bool) -> RunManifest:
     """The demo's, with a budget of tokens (rounded to whole inner steps of all learners) and a share for each."""
     preset = demo_manifest()
     together = preset.rules().tokens_per_step * num_learners
@@ -89,15 +89,15 @@ def common_manifest(*, num_learners: int, tokens: int, lockstep: bool) -> RunMan
     )
 
 
-def arms_from(texts: Sequence[str], common: RunManifest, *, num_learners: int) -> tuple[Arm, ...]:
+def arms_from(texts: Sequence[str], base: RunManifest, *, num_learners: int) -> tuple[Arm, ...]:
     """Raises ConfigError, naming the arm and what is allowed."""
     for text in texts:
         if texts.count(text) > 1:
             raise ConfigError(f"--arm {text}: given {texts.count(text)} times; give it once, with several seeds")
-    return tuple(_arm(text, common, num_learners) for text in texts)
+    return tuple(_arm(text, base, num_learners) for text in texts)
 
 
-def _arm(text: str, common: RunManifest, num_learners: int) -> Arm:
+def _arm(text: str, base: RunManifest, num_learners: int) -> Arm:
     name, _, settings = text.partition(":")
     kinds: dict[str, ArmKind] = {kind: kind for kind in get_args(ArmKind)}
     if name not in kinds:
@@ -112,7 +112,7 @@ def _arm(text: str, common: RunManifest, num_learners: int) -> Arm:
             raise ConfigError(f"--arm {text}: {key} is given twice; give it once")
         changes[section][key] = value
     try:
-        manifest = changed_manifest(common, changes, source=f"--arm {text}")
+        manifest = changed_manifest(base, changes, source=f"--arm {text}")
     except ManifestError as exc:
         raise ConfigError(str(exc)) from exc
     _check_quorum(manifest, text, num_learners)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from geo_diloco.errors import ConfigError
-from geo_diloco.sim.train.arms import Arm, arms_from, common_manifest
+from geo_diloco.sim.train.arms import Arm, arms_from, base_manifest
 
 STEP_OF_FOUR = 4 * 1024
 
 
 def arm(text: str, *, lockstep: bool = False) -> Arm:
-    common = common_manifest(num_learners=4, tokens=1_000_000, lockstep=lockstep)
-    return arms_from([text], common, num_learners=4)[0]
+    base = base_manifest(num_learners=4, tokens=1_000_000, lockstep=lockstep)
+    return arms_from([text], base, num_learners=4)[0]
 
 
 def test_keys_and_letters_of_the_paper_set_the_same_things() -> None:
@@ -37,10 +37,10 @@ def test_every_setting_of_a_decoupled_arm_reaches_the_manifest() -> None:
 
 
 def test_the_budget_is_whole_inner_steps_of_all_learners_and_every_learner_has_a_share() -> None:
-    common = common_manifest(num_learners=4, tokens=10_000, lockstep=False)
-    assert common.stop.tokens == 2 * STEP_OF_FOUR
-    assert common_manifest(num_learners=4, tokens=1, lockstep=False).stop.tokens == STEP_OF_FOUR
-    assert common_manifest(num_learners=16, tokens=10**6, lockstep=False).data.num_shares == 16
+    base = base_manifest(num_learners=4, tokens=10_000, lockstep=False)
+    assert base.stop.tokens == 2 * STEP_OF_FOUR
+    assert base_manifest(num_learners=4, tokens=1, lockstep=False).stop.tokens == STEP_OF_FOUR
+    assert base_manifest(num_learners=16, tokens=10**6, lockstep=False).data.num_shares == 16
 
 
 def test_a_seed_changes_theta_0_and_the_data_and_nothing_else() -> None:
@@ -85,6 +85,6 @@ def test_a_smaller_quorum_is_refused_in_lockstep() -> None:
 
 
 def test_the_same_arm_twice_is_refused() -> None:
-    common = common_manifest(num_learners=4, tokens=1_000_000, lockstep=False)
+    base = base_manifest(num_learners=4, tokens=1_000_000, lockstep=False)
     with pytest.raises(ConfigError, match="--arm diloco: given 2 times"):
-        arms_from(["diloco", "decoupled", "diloco"], common, num_learners=4)
+        arms_from(["diloco", "decoupled", "diloco"], base, num_learners=4)
