@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ from geo_diloco.sim.train.comparing import mean_loss
 if TYPE_CHECKING:
     from geo_diloco.sim.train.comparing import ArmResult
 
-WIDTH_MIN = 140
-"""Cells are cut off below it; a narrower terminal wraps the lines itself."""
+WIDTH = 240
+"""More than a table needs: a line is never broken here, so that it can be copied whole."""
 MEGABYTE = 1_000_000
 
 
@@ -33,14 +32,12 @@ def table(results: Sequence[ArmResult]) -> str:
     for arm in dict.fromkeys(result.arm for result in results):
         grid.add_row(Text(arm), *_cells([result for result in results if result.arm == arm]))
     unbalanced = [result.arm for result in results if not result.tokens_balance]
-    width = max(WIDTH_MIN, shutil.get_terminal_size().columns)
-    console = Console(file=io.StringIO(), width=width, highlight=False)
+    written = io.StringIO()
+    console = Console(file=written, width=WIDTH, highlight=False)
     console.print(f"held-out nats/token of Theta at {results[0].tokens_trained:,} tokens trained")
     console.print(grid)
     balance = f"NO: {', '.join(unbalanced)}" if unbalanced else "yes"
     console.print(Text(f"tokens balance (trained = merged + in flight + carried + dropped): {balance}"))
-    written = console.file
-    assert isinstance(written, io.StringIO)
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
