@@ -123,7 +123,7 @@ def test_another_seed_gives_another_run() -> None:
 
 def ms_per_round(*step_ms: int) -> float:
     """Mean virtual time from one commit of a fragment to its next."""
-    manifest = small_manifest(tokens=60 * TOKENS_PER_STEP * 3, interval_steps=4)
+    manifest = small_manifest(tokens=40 * TOKENS_PER_STEP * 3, interval_steps=4)
     outcome = Simulation(manifest, fleet(*step_ms), seed=2, num_points=1).go()
     return outcome.syncer.last_commit_at / max(commit.version for commit in commits_of(outcome))
 
@@ -149,7 +149,7 @@ def test_a_learner_five_times_slower_does_not_slow_the_rounds_of_the_others() ->
     ids=lambda rules: " ".join(rules) or "defaults",
 )
 def test_tokens_balance_and_theta_learns_whatever_the_rules(rules: dict[str, object]) -> None:
-    manifest = small_manifest(tokens=60 * 3 * TOKENS_PER_STEP, **rules)
+    manifest = small_manifest(tokens=45 * 3 * TOKENS_PER_STEP, **rules)
     outcome = Simulation(manifest, fleet(80, 100, 250, delay_ms=40), seed=4, num_points=2).go()
     tokens = outcome.tokens
     assert tokens.balances
@@ -194,8 +194,8 @@ def test_a_learner_that_stays_away_holds_nobody_up() -> None:
 @pytest.mark.parametrize("kind", ["freeze", "cut"])
 def test_a_learner_that_was_frozen_or_cut_off_takes_part_again(kind: str) -> None:
     """Away for longer than updates are fetched one by one (32 versions): it takes fragments whole."""
-    fault = Fault.model_validate({"learner": 1, "kind": kind, "from_s": 3.0, "until_s": 14.0})
-    manifest = small_manifest(tokens=3 * 160 * TOKENS_PER_STEP, interval_steps=2, num_fragments=1, overlap_steps=1)
+    fault = Fault.model_validate({"learner": 1, "kind": kind, "from_s": 2.0, "until_s": 13.0})
+    manifest = small_manifest(tokens=3 * 150 * TOKENS_PER_STEP, interval_steps=2, num_fragments=1, overlap_steps=1)
     simulation = Simulation(manifest, fleet(100, 100, 100, faults=(fault,)), seed=6, num_points=1)
     outcome = simulation.go()
     learner = simulation.members[0].peer
