@@ -28,6 +28,7 @@ _COMMANDS = {
     "export": "export:export",
     "replay": "replay:replay",
     "bench": "bench:app",
+    "simulate": "simulate:app",
 }
 """In the order of `--help`: module and attribute, a function or a group of its own."""
 

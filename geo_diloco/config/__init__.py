@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from geo_diloco.config.manifests import load_manifest, manifest_from_bytes, manifest_from_toml, manifest_template
+from geo_diloco.config.faults import Fault, load_fault_plan
+from geo_diloco.config.manifests import (
+    changed_manifest,
+    load_manifest,
+    manifest_from_bytes,
+    manifest_from_toml,
+    manifest_template,
+)
 from geo_diloco.config.peer import (
     PeerConfig,
     is_loopback,
@@ -13,8 +20,11 @@ from geo_diloco.config.peer import (
 )
 
 __all__ = [
+    "Fault",
     "PeerConfig",
+    "changed_manifest",
     "is_loopback",
+    "load_fault_plan",
     "load_manifest",
     "load_peer_config",
     "manifest_from_bytes",

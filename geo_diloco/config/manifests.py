@@ -178,6 +178,18 @@ def manifest_from_bytes(canonical: bytes) -> RunManifest:
     return manifest
 
 
+def changed_manifest(base: RunManifest, changes: Mapping[str, Mapping[str, Any]], *, source: str) -> RunManifest:
+    """A manifest with other values, by section and key as a file has them (`codec_up` for `[codec.up]`), checked as if
+    they had been written there. `source` names them in errors. Raises ManifestError."""
+    values = dataclasses.asdict(base)
+    for section, keys in changes.items():
+        values[section] |= keys
+    for key in ("founder", "nonce", "wire_version"):
+        del values[key]
+    legs = {leg: values.pop(f"codec_{leg}") for leg in ("up", "down")}
+    return _from_values(values | {"codec": legs}, source=source, founded=False)
+
+
 def manifest_template() -> str:
     """A commented manifest that `load_manifest` accepts: the byte-level Llama of the demo."""
     return resources.files("geo_diloco.config").joinpath("run_template.toml").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from geo_diloco.errors import BlobError, ModelError, NonFiniteFrame, RefusedError, RunDirError, TransferError
 from geo_diloco.manifest import Digest, FragmentId, RunManifest
-from geo_diloco.node.mailbox import Mailbox, Report
+from geo_diloco.node.mailbox import Mailbox
 from geo_diloco.numerics import codec
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.effects import (
@@ -45,6 +45,7 @@ from geo_diloco.runtime.store import BlobStore
 from geo_diloco.tape import to_json
 from geo_diloco.training.checkpoint import KEPT, save_learner
 from geo_diloco.training.learner import AdoptOrder, ResetOrder, SampleOrder
+from geo_diloco.training.reports import Report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,30 +11,19 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from geo_diloco.manifest import FragmentId, Version
-from geo_diloco.protocol.events import Adopted, Event, SampleTaken, Saved, StepDone
-from geo_diloco.training.learner import AdoptOrder, FinishOrder, Order, ResetOrder, SampleOrder
+from geo_diloco.protocol.events import StepDone
+from geo_diloco.training.learner import FinishOrder, Order
+from geo_diloco.training.reports import Report, Reporter
 
 REPORTS_MAX = 256
 """Reports that may gather before steps are folded."""
 
 
-@dataclass(frozen=True, eq=False)
-class Report:
-    """An event for the core, with what belongs to it and is not for the core."""
-
-    event: Event
-    delta: Tensor | None = None
-    tensors: dict[str, Tensor] | None = None
-    extra: dict[str, Any] | None = None
-
-
-class Mailbox:
+class Mailbox(Reporter):
     """A `training.learner.NodePort`. `post`, `finish`, `fail` and `set_*` may be called from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receive: Callable[[Report], None]) -> None:
@@ -118,20 +107,9 @@ class Mailbox:
                     return None
                 self._changed.wait()
 
-    def step_done(self, step: int, tokens: int, step_time_us: int, loss: float | None, cursor: int) -> None:
-        self._report(Report(StepDone(step, tokens, step_time_us, loss, cursor)))
-
-    def sampled(self, order: SampleOrder, delta: Tensor, step: int, tokens: int, cursor: int) -> None:
-        event = SampleTaken(FragmentId(order.fragment), order.round, step, tokens, cursor)
-        self._report(Report(event, delta=delta))
-
-    def adopted(self, order: AdoptOrder | ResetOrder, scale_ppm: int, step: int, tokens: int) -> None:
-        event = Adopted(FragmentId(order.fragment), Version(order.version), step, tokens, scale_ppm)
-        self._report(Report(event))
-
     def save(self, save: int, step: int, tokens: int, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         self.last_save = save
-        self._report(Report(Saved(save, step, tokens), tensors=tensors, extra=extra))
+        super().save(save, step, tokens, tensors, extra)
 
     def _report(self, report: Report) -> None:
         with self._reports_lock:

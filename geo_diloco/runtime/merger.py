@@ -21,14 +21,16 @@ from geo_diloco.errors import BlobError, DigestMismatch, FrameError, LocalProtoc
 from geo_diloco.manifest import Digest, FragmentId, PeerId, RunManifest, Version
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest, vector_from_bytes
-from geo_diloco.numerics.gate import cosine
+from geo_diloco.numerics.gate import check_contribution, cosine, length_max
 from geo_diloco.numerics.merge import StreamingMerge, outer_gradient
 from geo_diloco.numerics.outer import apply_update, outer_update, residual_after
 from geo_diloco.protocol.effects import (
     ApplyUpdate,
+    CheckContribution,
     Merge,
     MergeInput,
 )
+from geo_diloco.protocol.events import ContributionChecked, Merged
 from geo_diloco.protocol.messages import BlobRef
 
 ReadBlob = Callable[[BlobRef], bytes]
@@ -56,6 +58,19 @@ class MergeOutcome:
     """Cosine with the fragment's last update; none for its first."""
     num_degenerate: int
     """Tensors whose directions cancelled."""
+
+    def answer(self, order: Merge, update: BlobRef) -> Merged:
+        """For the core, once the frame is held as `update`."""
+        return Merged(
+            fragment=order.fragment,
+            round=order.round,
+            attempt=order.attempt,
+            update=update,
+            state_digest=self.state_digest,
+            momentum_digest=self.momentum_digest,
+            rbar=self.rbar,
+            rho=self.rho,
+        )
 
 
 @dataclass
@@ -188,6 +203,19 @@ class OuterState:
         self._staged.pop(fragment, None)
 
     # ---- merging
+
+    def check(self, effect: CheckContribution, frame: bytes, manifest: RunManifest) -> ContributionChecked:
+        """Whether that contribution's frame can be merged as things stand."""
+        fragment = effect.id.fragment
+        result = check_contribution(
+            frame,
+            num_elements=self.layout.num_elements[fragment],
+            layout_digest=self._digest,
+            fragment=fragment,
+            spec=manifest.codec_up,
+            length_max=length_max(self.theta(fragment)),
+        )
+        return ContributionChecked(effect.id, result.ok, result.reason, result.norm if result.ok else 0.0)
 
     def merge(self, order: Merge, read: ReadBlob, manifest: RunManifest) -> MergeOutcome:
         """Merge, outer step, encoding; the result is staged. Raises MergeError and changes nothing if it can't be done.

@@ -15,7 +15,6 @@ from typing import Protocol
 
 from geo_diloco.errors import BlobError, RunDirError
 from geo_diloco.manifest import Digest, RunManifest, Seq
-from geo_diloco.numerics.gate import check_contribution, length_max
 from geo_diloco.observability import Counters, EventLog
 from geo_diloco.protocol.effects import (
     AcceptBlob,
@@ -28,7 +27,6 @@ from geo_diloco.protocol.effects import (
 from geo_diloco.protocol.events import (
     BlobArrived,
     ContributionChecked,
-    Merged,
     MergeFailed,
     Sealed,
 )
@@ -183,26 +181,17 @@ class Serving:
 
     async def _check(self, effect: CheckContribution) -> None:
         p = self._p
-        fragment = effect.id.fragment
 
         def check() -> ContributionChecked:
             try:
                 frame = p.store.get(effect.blob)
             except BlobError as exc:
                 return ContributionChecked(effect.id, False, str(exc), 0.0)
-            result = check_contribution(
-                frame,
-                num_elements=p.outer.layout.num_elements[fragment],
-                layout_digest=p.outer.layout.digest,
-                fragment=fragment,
-                spec=p.manifest.codec_up,
-                length_max=length_max(p.outer.theta(fragment)),
-            )
-            return ContributionChecked(effect.id, result.ok, result.reason, result.norm if result.ok else 0.0)
+            return p.outer.check(effect, frame, p.manifest)
 
         event = await p.worker.call(check)
         p.counters.up_bytes += effect.blob.size
-        p.counters.up_params += p.outer.layout.num_elements[fragment]
+        p.counters.up_params += p.outer.layout.num_elements[effect.id.fragment]
         p.driver.feed(event)
 
     async def _merge(self, effect: Merge) -> None:
@@ -222,17 +211,7 @@ class Serving:
             return
         p.counters.down_bytes += update.size
         p.counters.down_params += p.outer.layout.num_elements[effect.fragment]
-        merged = Merged(
-            fragment=effect.fragment,
-            round=effect.round,
-            attempt=effect.attempt,
-            update=update,
-            state_digest=outcome.state_digest,
-            momentum_digest=outcome.momentum_digest,
-            rbar=outcome.rbar,
-            rho=outcome.rho,
-        )
-        p.driver.feed(merged)
+        p.driver.feed(outcome.answer(effect, update))
 
     def _put_update(self, frame: bytes) -> BlobRef:
         """From the moment it exists it is ours."""

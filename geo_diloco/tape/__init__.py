@@ -13,7 +13,14 @@ Nothing but facts is in it: no tensors, no keys, no tokens.
 
 from __future__ import annotations
 
-from geo_diloco.tape.balance import FragmentBalance, LearnerBalance, TokenSummary, summarize_tokens, tokens_lost_after
+from geo_diloco.tape.balance import (
+    FragmentBalance,
+    LearnerBalance,
+    TokenSummary,
+    summarize_boots,
+    summarize_tokens,
+    tokens_lost_after,
+)
 from geo_diloco.tape.form import effects_hash, from_json, to_json
 from geo_diloco.tape.record import TAPE_VERSION, Boot, TapeBoot, TapeEvent, TapeWriter, read_tape
 from geo_diloco.tape.replaying import ReplayResult, replay, replay_boot
@@ -33,6 +40,7 @@ __all__ = [
     "read_tape",
     "replay",
     "replay_boot",
+    "summarize_boots",
     "summarize_tokens",
     "to_json",
     "tokens_lost_after",

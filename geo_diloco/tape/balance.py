@@ -81,6 +81,13 @@ def summarize_tokens(
 
     Raises TapeError if a tape can't be read.
     """
+    return summarize_boots([list(read_tape(tape)) for tape in learner_tapes], chain_entries, num_elements)
+
+
+def summarize_boots(
+    learner_boots: Sequence[Sequence[TapeBoot]], chain_entries: Iterable[Entry], num_elements: Sequence[int]
+) -> TokenSummary:
+    """The same from tapes in memory: the boots of every learner, oldest first."""
     merged: Counter[tuple[PeerId, int]] = Counter()
     consumed: dict[ContributionId, Taken] = {}
     for entry in chain_entries:
@@ -91,8 +98,8 @@ def summarize_tokens(
             consumed[id_of(participant, entry.fragment)] = taken
     learners = [
         learner
-        for tape in learner_tapes
-        if (learner := _learner_balance(tape, len(num_elements), merged, consumed)) is not None
+        for boots in learner_boots
+        if (learner := _learner_balance(boots, len(num_elements), merged, consumed)) is not None
     ]
     reasons = sorted({reason for each in learners for fragment in each.fragments for reason in fragment.dropped})
     return TokenSummary(
@@ -114,15 +121,18 @@ def _run_wide(tokens: Sequence[Sequence[int]], num_elements: Sequence[int]) -> i
 
 
 def _learner_balance(
-    tape: Path, num_fragments: int, merged: Counter[tuple[PeerId, int]], consumed: Mapping[ContributionId, Taken]
+    tape: Sequence[TapeBoot],
+    num_fragments: int,
+    merged: Counter[tuple[PeerId, int]],
+    consumed: Mapping[ContributionId, Taken],
 ) -> LearnerBalance | None:
     """None for a tape without a learner's boots."""
-    boots = [part for part in read_tape(tape) if part.boot.role == "learner" and _has_trained(part)]
+    boots = [part for part in tape if part.boot.role == "learner" and _has_trained(part)]
     if not boots:
         return None
     peer = boots[0].boot.peer
     if any(part.boot.peer != peer for part in boots):
-        raise TapeError(f"{tape}: boots of more than one peer")
+        raise TapeError(f"the tape of {peer[:8]} has boots of another peer")
     fragments = tuple(FragmentBalance(merged=merged[peer, p]) for p in range(num_fragments))
     core: Peer | None = None
     for part, following in zip(boots, [*boots[1:], None], strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,6 +68,8 @@ class FinishOrder:
 
 
 Order = SampleOrder | AdoptOrder | ResetOrder | FinishOrder
+Accept = Callable[[Order], bool]
+"""Which orders a learner in lockstep waits for."""
 
 
 class NodePort(Protocol):
@@ -88,7 +90,7 @@ class NodePort(Protocol):
     def take_orders(self) -> list[Order]:
         """What has come in since, oldest first. Does not wait."""
 
-    def wait_order(self, accept: Callable[[Order], bool]) -> Order | None:
+    def wait_order(self, accept: Accept) -> Order | None:
         """The oldest order that is accepted, waiting for it; others stay where they are. None: finished or left."""
 
     def step_done(self, step: int, tokens: int, step_time_us: int, loss: float | None, cursor: int) -> None: ...
@@ -115,6 +117,8 @@ class LearnerSetup:
     """Seconds between checkpoints; 0: none."""
     sets_learning_rate: bool = True
     """False: the script has a schedule of its own."""
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds; inner steps and the time between checkpoints are measured by it."""
 
 
 class Learner:
@@ -150,7 +154,7 @@ class Learner:
             self._warm_from = restore_state(setup.checkpoint, self.model, self.optimizer, self.replica)
             self._num_saves = setup.checkpoint.save
         self._set_learning_rate()
-        self._left_at = time.perf_counter()
+        self._left_at = setup.clock()
         self._saved_at = self._left_at
 
     def step(self, tokens: int, loss: Tensor | float | None = None) -> bool:
@@ -160,7 +164,21 @@ class Learner:
         loss: mean nats per token of this step, for people to watch.
         Raises whatever ended the rest of the peer, if it failed; UserError if it is called with something else.
         """
-        entered = time.perf_counter()
+        boundary = self.boundary(tokens, loss)
+        order: Order | None = None
+        while True:
+            try:
+                accept = boundary.send(order)
+            except StopIteration as over:
+                return bool(over.value)
+            began = self._setup.clock()
+            order = self._port.wait_order(accept)
+            self.seconds_waited += self._setup.clock() - began
+
+    def boundary(self, tokens: int, loss: Tensor | float | None) -> Generator[Accept, Order | None, bool]:
+        """`step` without the waiting: yields what it waits for and is sent an order of that kind, or None once the run
+        is finished or left. Only in lockstep does it yield. For whoever has many learners in one thread."""
+        entered = self._setup.clock()
         if self.finished:
             return True
         tokens = _whole(tokens)
@@ -172,12 +190,12 @@ class Learner:
         step_time_us = round((entered - self._left_at) * 1e6)
         self._port.step_done(self.num_steps, self.num_tokens, step_time_us, self._loss, self.cursor)
         if self._setup.manifest.sync.lockstep:
-            self._do_duties()
+            yield from self._do_duties()
         else:
             self.carry_out_orders()
         self._save_if_due(entered)
         self._set_learning_rate()
-        self._left_at = time.perf_counter()
+        self._left_at = self._setup.clock()
         self.seconds_inside += self._left_at - entered
         return self.finished
 
@@ -215,14 +233,12 @@ class Learner:
             self.finished = True
             self.finish_reason = order.reason
 
-    def _do_duties(self) -> None:
+    def _do_duties(self) -> Generator[Accept, Order | None, None]:
         for duty in lockstep_duties(self.num_steps, self._setup.manifest.sync):
             wanted = SampleOrder if duty.kind == "sample" else AdoptOrder
             done = False
             while not done:
-                began = time.perf_counter()
-                order = self._port.wait_order(_accepts(wanted, duty.fragment))
-                self.seconds_waited += time.perf_counter() - began
+                order = yield _accepts(wanted, duty.fragment)
                 if order is None:
                     if self._port.failed is not None:
                         raise self._port.failed
@@ -320,7 +336,7 @@ def schedule_factor(progress: float, inner: InnerSpec) -> float:
     return inner.final_share + (1.0 - inner.final_share) * left
 
 
-def _accepts(wanted: type[SampleOrder] | type[AdoptOrder], fragment: int) -> Callable[[Order], bool]:
+def _accepts(wanted: type[SampleOrder] | type[AdoptOrder], fragment: int) -> Accept:
     """In lockstep: the order the duty names, or one that no schedule names."""
 
     def accept(order: Order) -> bool:

@@ -28,6 +28,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "runtime/dht.py",
         "runtime/following.py",
         "runtime/merger.py",
+        "sim/train/",
         "training/",
     ),
     "transformers": ("training/",),

@@ -41,7 +41,14 @@ COMMANDS: dict[str, list[str]] = {
     "export": ["--to"],
     "replay": ["--json"],
     "bench": [],
+    "simulate": [],
 }
+SIMULATE_TRAIN = sorted(
+    [
+        *("--arm", "--learners", "--speeds", "--step-ms", "--up", "--down", "--delay-ms"),
+        *("--tokens", "--seed", "--seeds", "--faults", "--lockstep", "--json"),
+    ]
+)
 
 
 def _group() -> Any:
@@ -73,15 +80,18 @@ def test_commands_are_these() -> None:
     assert _group().list_commands(None) == list(COMMANDS)
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+def _flags(command: Any) -> list[str]:
+    options = [option for parameter in command.params for option in parameter.opts]
+    return sorted(option for option in options if option.startswith("--") and option != "--help")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("bench", "simulate")])
 def test_flags_of_each_command_are_these(command: str) -> None:
-    found = [
-        option
-        for parameter in _group().get_command(None, command).params
-        for option in parameter.opts
-        if option.startswith("--") and option != "--help"
-    ]
-    assert sorted(found) == COMMANDS[command]
+    assert _flags(_group().get_command(None, command)) == COMMANDS[command]
+
+
+def test_flags_of_the_train_simulator_are_these() -> None:
+    assert _flags(_group().get_command(None, "simulate").get_command(None, "train")) == SIMULATE_TRAIN
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))

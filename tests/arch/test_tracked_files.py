@@ -114,7 +114,7 @@ def _goes_without_saying(path: Path, repository: Path) -> bool:
     return path.name == "__init__.py" and path.parent != repository / "geo_diloco"
 
 
-@pytest.mark.parametrize("name", ["geo_diloco/protocol", "geo_diloco/numerics", "geo_diloco/runtime"])
+@pytest.mark.parametrize("name", ["geo_diloco/protocol", "geo_diloco/numerics", "geo_diloco/runtime", "geo_diloco/sim"])
 def test_the_parts_with_rules_explain_them(repository: Path, name: str) -> None:
     assert len((repository / name / "README.md").read_text(encoding="utf-8")) > 500
 

@@ -9,17 +9,14 @@ made is visible only after its commit, a snapshot's entries come before the snap
 from __future__ import annotations
 
 import hashlib
-import heapq
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 
 from geo_diloco.manifest import BootId, Digest, MonoMs, PeerId, RunId, RunRules
 from geo_diloco.protocol.effects import Effect, Note
 from geo_diloco.protocol.events import Disconnected, Event, Received, Tick
 from geo_diloco.protocol.messages import Entry, Message
 from geo_diloco.protocol.peer import HelloFacts, Peer, Role
+from geo_diloco.sim.clock import Clockwork
 from tests.support.plans import Plan
 from tests.support.work import Work
 
@@ -45,34 +42,6 @@ class SignedEntry:
 
     entry: Entry
     digest: Digest
-
-
-class Clockwork:
-    """The heap: what happens next, and chance."""
-
-    def __init__(self, seed: int) -> None:
-        self.now = 0
-        self.random = random.Random(seed)
-        self._heap: list[tuple[int, int, Callable[[], None]]] = []
-        self._counter = count()
-
-    def at(self, when: int, action: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (max(when, self.now), next(self._counter), action))
-
-    def after(self, ms: int, action: Callable[[], None]) -> None:
-        self.at(self.now + ms, action)
-
-    def between(self, bounds: tuple[int, int]) -> int:
-        return self.random.randint(*bounds)
-
-    def run(self, until_ms: int, done: Callable[[], bool] = lambda: False) -> None:
-        while self._heap and not done():
-            when, _, action = self._heap[0]
-            if when > until_ms:
-                break
-            heapq.heappop(self._heap)
-            self.now = when
-            action()
 
 
 class Process:

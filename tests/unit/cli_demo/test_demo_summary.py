@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from geo_diloco.cli.demo_files import create_demo_files
-from geo_diloco.cli.demo_summary import (
-    DemoSummary,
-    chain_figures,
-    digests_agree,
-    print_summary,
-    summarize,
-    token_figures,
-)
+from geo_diloco.cli.demo_summary import DemoSummary, digests_agree, print_summary, summarize
 from geo_diloco.manifest import (
     BootId,
     BranchId,
@@ -51,6 +44,7 @@ from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.store import ChainStore
 from geo_diloco.runtime.wire import seal_entry
 from geo_diloco.tape import FragmentBalance, LearnerBalance, TokenSummary
+from geo_diloco.tape.figures import chain_figures, token_figures
 
 NUM_ELEMENTS = (300, 100)
 KEYS_OF_THE_ISSUE = [

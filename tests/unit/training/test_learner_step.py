@@ -362,11 +362,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         Learner(model, torch.optim.AdamW(model.parameters()), ScriptedPort(), setup)
 
 
-def test_a_save_is_due_every_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_due_every_so_many_seconds() -> None:
     now = [100.0]
-    monkeypatch.setattr("geo_diloco.training.learner.time.perf_counter", lambda: now[0])
     port = ScriptedPort()
-    learner, _, _ = make_learner(port, save_every_s=10.0)
+    learner, _, _ = make_learner(port, save_every_s=10.0, clock=lambda: now[0])
     for _ in range(25):
         now[0] += 1.0
         learner.step(tokens=1)

@@ -1,0 +1,81 @@
+"""The table that `simulate train` ends with: a row for each arm, means over its seeds."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from geo_diloco.sim.train.comparing import mean_loss
+
+if TYPE_CHECKING:
+    from geo_diloco.sim.train.comparing import ArmResult
+
+WIDTH = 240
+"""More than a table needs: a line is never broken here, so that it can be copied whole."""
+MEGABYTE = 1_000_000
+
+
+def table(results: Sequence[ArmResult]) -> str:
+    """As text, so that a pipe gets the same. `results` are grouped by arm, in the order of first appearance."""
+    grid = Table(show_edge=False, pad_edge=False)
+    grid.add_column("arm", overflow="fold", max_width=60)
+    seeds = list(dict.fromkeys(result.seed for result in results))
+    headings = [f"seed {seed}" for seed in seeds] + (["mean"] if len(seeds) > 1 else [])
+    headings += ["merged", "carried", "dropped", "commits", "of", "B/param up, down", "MB up, down", "virtual", "wall"]
+    for heading in headings:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for arm in dict.fromkeys(result.arm for result in results):
+        grid.add_row(Text(arm), *_cells([result for result in results if result.arm == arm]))
+    unbalanced = [result.arm for result in results if not result.tokens_balance]
+    written = io.StringIO()
+    console = Console(file=written, width=WIDTH, highlight=False)
+    console.print(f"held-out nats/token of Theta at {results[0].tokens_trained:,} tokens trained")
+    console.print(grid)
+    balance = f"NO: {', '.join(unbalanced)}" if unbalanced else "yes"
+    console.print(Text(f"tokens balance (trained = merged + in flight + carried + dropped): {balance}"))
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+
+
+def _cells(runs: Sequence[ArmResult]) -> list[str]:
+    losses = [run.heldout for run in runs]
+    cells = [_loss(loss) for loss in losses]
+    if len(losses) > 1:
+        cells.append(_loss(mean_loss(losses)))
+    trained = sum(run.tokens_trained for run in runs)
+    cells += [
+        f"{sum(tokens) / trained:.1%}"
+        for tokens in (
+            [run.tokens_merged for run in runs],
+            [run.tokens_carried + run.tokens_in_flight for run in runs],
+            [run.tokens_dropped for run in runs],
+        )
+    ]
+    up, down = _mean(run.bytes_per_param_up for run in runs), _mean(run.bytes_per_param_down for run in runs)
+    mb_up, mb_down = (_mean(number / MEGABYTE for number in each) for each in _totals(runs))
+    return [
+        *cells,
+        f"{_mean(run.commits for run in runs):.0f}",
+        f"{_mean(run.participants_mean for run in runs):.2f}",
+        f"{up:.3f}, {down:.3f}",
+        f"{mb_up:.1f}, {mb_down:.1f}",
+        f"{_mean(run.virtual_ms for run in runs) / 1000:.0f} s",
+        f"{_mean(run.wall_s for run in runs):.0f} s",
+    ]
+
+
+def _totals(runs: Sequence[ArmResult]) -> tuple[list[int], list[int]]:
+    return [run.bytes_up for run in runs], [run.bytes_down for run in runs]
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known)

@@ -1,0 +1,1 @@
+"""Training under virtual time: real tensors, the production core and numerics, everything else simulated."""

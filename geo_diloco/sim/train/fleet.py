@@ -1,0 +1,57 @@
+"""Who trains in a simulation: how fast, over which links, and what befalls them. Facts, and the time a transfer takes.
+
+A link is a delay each way and a rate each way, as the learner's own access line; the syncer's is without bound. A blob
+takes size / rate + delay, a message the delay alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geo_diloco.config import Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One learner's."""
+
+    step_ms: int
+    """Of an inner step, on average."""
+    up_mbit: float
+    """Mbit/s, from the learner to the syncer."""
+    down_mbit: float
+    delay_ms: int
+    """One way."""
+
+    def up_ms(self, num_bytes: int) -> int:
+        """How long the way up is taken by that many bytes; the delay comes on top."""
+        return _transfer_ms(num_bytes, self.up_mbit)
+
+    def down_ms(self, num_bytes: int) -> int:
+        return _transfer_ms(num_bytes, self.down_mbit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """All learners, and the fault plan."""
+
+    machines: tuple[Machine, ...]
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def num_learners(self) -> int:
+        return len(self.machines)
+
+    @property
+    def slowest_step_ms(self) -> int:
+        return max(machine.step_ms for machine in self.machines)
+
+    def exchange_ms(self, num_bytes: int) -> int:
+        """How long all learners together take for an all-to-one exchange that everybody waits for: the bytes up, and
+        as many down."""
+        return max(each.up_ms(num_bytes) + each.down_ms(num_bytes) + 2 * each.delay_ms for each in self.machines)
+
+
+def _transfer_ms(num_bytes: int, mbit: float) -> int:
+    """1 Mbit/s is 1000 bits a millisecond."""
+    return round(8 * num_bytes / (1000 * mbit))
