@@ -22,7 +22,8 @@
     ├── BlobError                  GD-401  bytes that don't match their digest, or aren't there
     ├── LayoutError                GD-402  two models whose fragments differ, by name of the first difference
     ├── DigestMismatch             GD-403  a state that should be bit-identical is not
-    └── TapeError                  GD-404  a tape that can't be read or that diverges
+    ├── TapeError                  GD-404  a tape that can't be read or that diverges
+    └── SimulationError            GD-405  a simulated run broke an invariant
 
 A message says what it was, what was wanted and what to do. Codes never change their meaning.
 """
@@ -177,3 +178,9 @@ class TapeError(GeoDilocoError):
     """A tape that can't be read, or whose replay diverges."""
 
     code = "GD-404"
+
+
+class SimulationError(GeoDilocoError):
+    """A simulated run broke an invariant, or came to something else than its scenario expects."""
+
+    code = "GD-405"

@@ -36,7 +36,7 @@ Seq = NewType("Seq", int)
 MonoMs = NewType("MonoMs", int)
 """Milliseconds of this process's monotonic clock. Never compared between peers."""
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of messages, entries, frames and blob digests. Peers with another one are refused."""
 
 MergeRule = Literal["rda", "mean"]
@@ -160,6 +160,18 @@ class EvalSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElectionSpec:
+    """Who may become syncer, and how soon (protocol/README.md, election)."""
+
+    lease_seconds: float = 15.0
+    """L: without a majority of the electors for that long a syncer commits nothing. Failover takes a little longer."""
+    electors: int = 5
+    """How many electors the syncer tries to have: 1, 3, 5 or 7. 1: only the founder ever serves."""
+    one_machine: bool = False
+    """Electors may share a host. For runs on one machine, where they guard against the end of a process only."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunManifest:
     """Everything the peers of one run share. `canonical_bytes` is what is hashed and sent."""
 
@@ -175,6 +187,7 @@ class RunManifest:
     """Syncer to everyone: all must hold the same state, so it is the same for all."""
     stop: StopSpec = field(default_factory=StopSpec)
     evaluation: EvalSpec = field(default_factory=EvalSpec)
+    election: ElectionSpec = field(default_factory=ElectionSpec)
     admission: Literal["open", "token"] = "open"
     """`token`: only peers whose invite carries the run's admission token are admitted."""
     founder: PeerId = PeerId("")
@@ -199,6 +212,7 @@ class RunManifest:
             num_shares=self.data.num_shares,
             tokens_per_step=self.data.sequence_length * self.data.batch_size,
             founder=self.founder,
+            election=self.election,
         )
 
 
@@ -214,7 +228,8 @@ class RunRules:
     tokens_per_step: int = 0
     """Of the manifest's own batches; 0 if not known: then claimed tokens have no limit."""
     founder: PeerId = PeerId("")
-    """The only peer that may serve as syncer, while there is no election."""
+    """Founds the run; the only one who can reform it."""
+    election: ElectionSpec = field(default_factory=ElectionSpec)
 
 
 _NAMES_CODE = frozenset({"auto_map", "trust_remote_code", "attn_implementation", "experts_implementation"})

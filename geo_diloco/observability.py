@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from geo_diloco.errors import GeoDilocoError
+from geo_diloco.protocol.election.status import ElectionStatus
 from geo_diloco.protocol.status import LearnerStatus, PeerStatus, RoundStatus
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -105,9 +106,17 @@ class Counters:
 
 
 def status_json(
-    status: PeerStatus, counters: Counters, *, run: str, name: str, peer: str, heldout_at: Mapping[int, float]
+    status: PeerStatus,
+    counters: Counters,
+    *,
+    run: str,
+    name: str,
+    peer: str,
+    heldout_at: Mapping[int, float],
+    lease_ms: int | None,
 ) -> dict[str, Any]:
-    """The JSON of `GET /v1/status`. `heldout_at`: seconds since the run opened at which each record was sealed."""
+    """The JSON of `GET /v1/status`. `heldout_at`: seconds since the run opened at which each record was sealed.
+    `lease_ms`: what is left of a syncer's lease."""
     return {
         "run": run,
         "name": name,
@@ -130,6 +139,24 @@ def status_json(
         "bytes_per_param_up": _share(counters.up_bytes, counters.up_params),
         "bytes_per_param_down": _share(counters.down_bytes, counters.down_params),
         "uptime_s": round(counters.uptime_s, 3),
+        "election": None if status.election is None else _election_json(status.election, lease_ms),
+    }
+
+
+def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, Any]:
+    return {
+        "role": election.role,
+        "term": election.term,
+        "head_seq": election.head.rank.seq,
+        "held": list(election.held),
+        "durable_seq": election.durable_seq,
+        "roster": list(election.roster),
+        "follows": election.follows,
+        "lease_ms": lease_ms,
+        "candidacy": election.candidacy,
+        "vote": election.vote,
+        "append": election.append,
+        "roster_plan": election.roster_plan,
     }
 
 

@@ -25,6 +25,7 @@ _COMMANDS = {
     "start": "start:start",
     "join": "join:join",
     "status": "status:status",
+    "handover": "handover:handover",
     "export": "export:export",
     "replay": "replay:replay",
     "bench": "bench:app",

@@ -22,7 +22,7 @@ from geo_diloco.errors import ConfigError
 from geo_diloco.manifest import RunManifest, StopSpec
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_SECTIONS = ("model", "data", "inner", "sync", "outer", "stop", "evaluation")
+_SECTIONS = ("model", "data", "inner", "sync", "outer", "stop", "evaluation", "election")
 _FOUNDERS_OWN = ("founder", "nonce", "wire_version")
 """Written by `start`, never by a person."""
 

@@ -139,20 +139,9 @@ def print_summary(console: Console, summary: DemoSummary) -> None:
 
 def _chain(root: Path) -> list[Entry]:
     """The founder's chain, signatures and links checked; empty if the run was never founded."""
-    from geo_diloco.config import manifest_from_bytes
-    from geo_diloco.runtime.chain import ChainCopy
-    from geo_diloco.runtime.store import ChainStore
+    from geo_diloco.node.offline import read_entries
 
-    path = root / "manifest.json"
-    if not path.exists():
-        return []
-    manifest = manifest_from_bytes(path.read_bytes())
-    chain = ChainStore(root / "chain.jsonl", is_read_only=True)
-    copy = ChainCopy(chain, run=manifest.run_id(), signer=manifest.founder)
-    try:
-        return [entry for _, entry in copy.load()]
-    finally:
-        copy.close()
+    return read_entries(root / "chain.jsonl") if (root / "manifest.json").exists() else []
 
 
 def _last_word(learner: Path) -> Mapping[str, Any] | None:

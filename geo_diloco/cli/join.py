@@ -1,20 +1,34 @@
-"""`geo-diloco join`: takes part in a run, as a learner or as a peer that only follows the chain."""
+"""`geo-diloco join`: takes part in a run, as a learner, a standby, or a peer that only follows the chain."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from geo_diloco.cli import options
 from geo_diloco.cli.options import peer_config
 
+if TYPE_CHECKING:
+    from geo_diloco.config import PeerConfig
+    from geo_diloco.runtime.invite import Invite
+
 
 def join(
     invite: Annotated[str, typer.Argument(help="The run's invite, as `geo-diloco start` printed it.")],
     no_train: Annotated[
-        bool, typer.Option("--no-train", help="Follow the run without training: holds Theta, needs no accelerator.")
+        bool,
+        typer.Option(
+            "--no-train",
+            help="Only follow the run: needs no accelerator. With --announce, as a standby that can take over.",
+        ),
     ] = False,
+    elector: Annotated[
+        bool | None,
+        typer.Option(
+            "--elector/--no-elector", help="Let this disk guard the chain and vote on who serves. [default: elector]"
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda[:N] or mps. [default: auto]")] = None,
     dtype: Annotated[
         str | None,
@@ -33,7 +47,7 @@ def join(
     log_level: options.LogLevel = None,
     config: options.ConfigFile = None,
 ) -> None:
-    """Join a run and train until it is finished; with --no-train, only follow it."""
+    """Join a run and train until it is finished; with --no-train, only follow it, or with --announce stand by."""
     from geo_diloco.runtime.invite import Invite
 
     parsed = Invite.parse(invite)
@@ -44,6 +58,7 @@ def join(
         threads=threads,
         data_dir=data_dir,
         save_every_s=save_every_s,
+        elector=elector,
         run_dir=run_dir,
         host=host,
         port=port,
@@ -55,11 +70,16 @@ def join(
     )
     options.warn_if_exposed(*parsed.bootstraps)
     if no_train:
-        from geo_diloco.node import run_follower
-
-        raise typer.Exit(run_follower(parsed, settings))
+        raise typer.Exit(_stay(parsed, settings))
     from geo_diloco.node import join as join_run
     from geo_diloco.training.loop import train
 
     with join_run(parsed, settings) as peer:
         train(peer)
+
+
+def _stay(invite: Invite, settings: PeerConfig) -> int:
+    """Without training: as a standby if others can reach this machine."""
+    from geo_diloco.node import run_follower, run_standby
+
+    return run_standby(invite, settings) if settings.announce else run_follower(invite, settings)

@@ -1,7 +1,8 @@
 """`geo-diloco simulate`: find out before asking real machines.
 
-The flags of each simulator and what it prints; the simulators themselves are in `geo_diloco/sim`. With `--json`
-standard output holds JSON lines and nothing else, the summary last; how far it is goes to standard error.
+The group, and `train`: its flags and what it prints (`protocol` has a file of its own, the simulators are in
+`geo_diloco/sim`). With `--json` standard output holds JSON lines and nothing else, the summary last; how far it is goes
+to standard error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from geo_diloco.cli.options import answer, say
+from geo_diloco.cli.simulate_protocol import protocol
 from geo_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,6 +94,9 @@ def train(
     from geo_diloco.cli.simulate_table import table
 
     answer(table(results))
+
+
+app.command()(protocol)
 
 
 def _seeds(given: list[int] | None, number: int | None) -> list[int]:

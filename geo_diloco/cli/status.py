@@ -31,6 +31,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"run {status['run']} ({_plain(status['name'])}): {state}",
         f"term {status['term']}, seq {status['seq']}: {counts}",
     ]
+    lines += _election_lines(status["election"]) if status.get("election") else []
     if status["heldout"]:
         seq, loss, _ = status["heldout"][-1]
         lines.append(f"held-out loss {loss:.4f} nats per token at seq {seq} (first {status['heldout'][0][1]:.4f})")
@@ -52,6 +53,23 @@ def status_text(status: Mapping[str, Any]) -> str:
         )
     lines += [f"  fragment {item['fragment']} waits: {_plain(item['reason'])}" for item in status["waiting"]]
     return "\n".join(lines)
+
+
+def _election_lines(election: Mapping[str, Any]) -> list[str]:
+    lease = "no lease" if election["lease_ms"] is None else f"lease {election['lease_ms'] / 1000:.1f} s"
+    durable = "-" if election["durable_seq"] is None else election["durable_seq"]
+    names = ", ".join(_plain(peer)[:8] for peer in election["roster"])
+    lines = [
+        f"{election['role']} in term {election['term']}, {lease}, durable up to seq {durable}",
+        f"{len(election['roster'])} electors ({names}): {_plain(election['roster_plan'])}",
+    ]
+    if election["role"] != "syncer":
+        follows = "nobody" if election["follows"] is None else _plain(election["follows"])[:8]
+        return [
+            f"{election['role']} in term {election['term']}, follows {follows}: {_plain(election['vote'])}",
+            f"{len(election['roster'])} electors ({names}); candidacy: {_plain(election['candidacy'])}",
+        ]
+    return lines + ([f"nothing is appended: {_plain(election['append'])}"] if election["append"] else [])
 
 
 def _plain(text: object) -> str:

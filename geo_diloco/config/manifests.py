@@ -26,6 +26,7 @@ from geo_diloco.manifest import (
     WIRE_VERSION,
     CodecSpec,
     DataSpec,
+    ElectionSpec,
     EvalSpec,
     InnerSpec,
     ModelSpec,
@@ -84,6 +85,7 @@ _LIMITS: dict[type, dict[str, dict[str, Any]]] = {
         "commits": {"ge": 0, "le": _COUNT_MAX},
     },
     EvalSpec: {"every_seconds": {"ge": 0.0, "le": 1e6}, "sequences": {"ge": 1, "le": 1_000_000}},
+    ElectionSpec: {"lease_seconds": {"ge": 1.0, "le": 300.0}, "electors": {"ge": 1, "le": 7}},
 }
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -109,6 +111,7 @@ _SECTIONS: dict[str, type] = {
     "outer": OuterSpec,
     "stop": StopSpec,
     "evaluation": EvalSpec,
+    "election": ElectionSpec,
 }
 _NAME: dict[str, Any] = {
     "pattern": r"^\S[^\x00-\x1f\x7f]{0,79}$",
@@ -241,6 +244,8 @@ def _conflicts(m: RunManifest, *, founded: bool) -> Iterator[tuple[str, Any, str
     if sync.lockstep and sync.num_fragments > sync.interval_steps:
         wanted = f"at most sync.interval_steps ({sync.interval_steps}) in lockstep: one fragment a step"
         yield "sync.num_fragments", sync.num_fragments, wanted
+    if m.election.electors % 2 == 0:
+        yield "election.electors", m.election.electors, "1, 3, 5 or 7: an even number bears no more than one less"
     for leg, codec in (("up", m.codec_up), ("down", m.codec_down)):
         if codec.block & (codec.block - 1):
             yield f"codec.{leg}.block", codec.block, "a power of two from 16 to 4096"

@@ -68,6 +68,8 @@ class PeerConfig(BaseModel):
     """Reads the training data from here instead of the manifest's source."""
     save_every_s: Annotated[float, Field(ge=0.5, le=86400)] = 10.0
     """Seconds between a learner's checkpoints."""
+    elector: bool = True
+    """Let this disk guard the chain and vote on who serves, if the syncer wants so."""
     keep_contributions: bool = False
     """On the syncer: keep merged contributions, so that a replay can redo the merges."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

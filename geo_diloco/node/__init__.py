@@ -20,10 +20,12 @@ from geo_diloco.config import PeerConfig, peer_config_from
 from geo_diloco.errors import UserError
 from geo_diloco.manifest import RunManifest
 from geo_diloco.node.asking import fetch_status
-from geo_diloco.node.founder import Founder, FounderInfo
+from geo_diloco.node.founder import Founder, FounderInfo, Reachable
+from geo_diloco.node.handing_over import hand_over
 from geo_diloco.node.offline import export, replay
 from geo_diloco.node.peer import Peer
 from geo_diloco.node.signals import StopSignals
+from geo_diloco.node.standby import Standby
 from geo_diloco.runtime.invite import Invite
 
 __all__ = [
@@ -33,14 +35,16 @@ __all__ = [
     "export",
     "fetch_status",
     "found",
+    "hand_over",
     "join",
     "replay",
     "run_follower",
     "run_founder",
+    "run_standby",
 ]
 
 LINGER_S = 60.0
-"""How long a founder whose run is finished stays after its last peer has left."""
+"""How long a syncer whose run is finished stays after its last peer has left, and a standby after the end."""
 LOOK_S = 0.1
 
 # The interpreter's last garbage collections walk over everything torch and transformers ever made: seconds on a busy
@@ -96,16 +100,33 @@ def run_founder(source: Path, config: PeerConfig, *, on_ready: Callable[[Founder
         Founder(source, config, quiet=False, check=signals.check, preparing=signals.raising) as founder,
     ):
         on_ready(founder.info)
-        alone_since: float | None = None
-        while not signals.told.is_set():
-            if founder.failure is not None:
-                raise founder.failure
-            idle = founder.is_finished and founder.num_connected == 0
-            alone_since = (alone_since or time.monotonic()) if idle else None
-            if alone_since is not None and time.monotonic() - alone_since > LINGER_S:
-                break
-            signals.told.wait(LOOK_S)
+        _stay(founder, signals)
     return 0
+
+
+def run_standby(invite: str | Invite, config: PeerConfig) -> int:
+    """The command line's peer that takes over when the syncer is gone."""
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
+    with (
+        StopSignals() as signals,
+        Standby(_invite(invite), config, check=signals.check, preparing=signals.raising) as standby,
+    ):
+        _stay(standby, signals)
+    return 0
+
+
+def _stay(peer: Reachable, signals: StopSignals) -> None:
+    """Until told to leave, or the run is finished and nobody needs this peer any more."""
+    idle_since: float | None = None
+    while not signals.told.is_set():
+        if peer.failure is not None:
+            raise peer.failure
+        idle = peer.is_finished and (peer.num_connected == 0 or not peer.serves)
+        idle_since = (idle_since or time.monotonic()) if idle else None
+        if idle_since is not None and time.monotonic() - idle_since > LINGER_S:
+            return
+        signals.told.wait(LOOK_S)
 
 
 def run_follower(invite: str | Invite, config: PeerConfig) -> int:

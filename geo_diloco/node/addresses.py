@@ -74,19 +74,27 @@ class Ports:
 
     http: int = 0
     dht: int = 0
+    host: str = ""
+    """That the HTTP side was bound to."""
+
+    @property
+    def url(self) -> str:
+        """For who is on the same machine; empty if it is not known."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.http}" if self.http else ""
 
 
 def read_ports(run_dir: RunDir) -> Ports:
     try:
         said = json.loads(run_dir.ports.read_bytes())
-        return Ports(http=int(said["http"]), dht=int(said["dht"]))
+        return Ports(http=int(said["http"]), dht=int(said["dht"]), host=str(said.get("host", "")))
     except (OSError, ValueError, KeyError, TypeError):
         return Ports()
 
 
-def write_ports(run_dir: RunDir, *, http: int, maddrs: Sequence[str]) -> None:
+def write_ports(run_dir: RunDir, *, http: int, host: str, maddrs: Sequence[str]) -> None:
     ports = [place[1] for maddr in maddrs if (place := tcp_of_maddr(maddr)) is not None]
-    atomic_write(run_dir.ports, json.dumps({"http": http, "dht": ports[0] if ports else 0}).encode())
+    atomic_write(run_dir.ports, json.dumps({"http": http, "host": host, "dht": ports[0] if ports else 0}).encode())
 
 
 def _free_port(host: str) -> int:

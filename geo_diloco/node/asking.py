@@ -10,7 +10,7 @@ from typing import Any
 from geo_diloco.errors import DirectoryError, RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.invite import Invite
-from geo_diloco.runtime.records import maddr_of
+from geo_diloco.runtime.records import by_claim, maddr_of
 from geo_diloco.runtime.session import fetch_manifest, make_session
 from geo_diloco.runtime.session import fetch_status as ask_status
 from geo_diloco.runtime.wire import url_from_address
@@ -21,7 +21,7 @@ PAUSE_S = 0.5
 
 
 def fetch_status(invite: str | Invite) -> dict[str, Any]:
-    """The syncer's status, found through the invite's bootstraps. Raises DirectoryError if nobody answers in time."""
+    """The run's status, found through the invite's bootstraps. Raises DirectoryError if nobody answers in time."""
     parsed = Invite.parse(invite) if isinstance(invite, str) else invite
     return asyncio.run(_fetch(parsed))
 
@@ -47,18 +47,24 @@ async def _fetch(invite: Invite) -> dict[str, Any]:
 
 
 async def _ask(directory: Directory, invite: Invite, said: list[str]) -> dict[str, Any]:
+    """The syncer's; while nobody serves, that of the standby who knows most, which says why."""
     session = make_session()
     try:
         while True:
-            for record in await directory.find(invite.run):
-                if "syncer" not in record.roles or not record.address:
-                    continue
+            standby: dict[str, Any] | None = None
+            for record in by_claim(await directory.find(invite.run)):
                 try:
                     url = url_from_address(record.address, peer=record.peer)
                     await fetch_manifest(session, url, invite.run)  # it is the run's, or refused
-                    return await ask_status(session, url)
+                    status = await ask_status(session, url)
                 except (TransferError, RefusedError, RemoteProtocolError) as exc:
                     said.append(str(exc))
+                    continue
+                if status.get("role") == "syncer":
+                    return status
+                standby = standby or status
+            if standby is not None:
+                return standby
             said.append("no syncer of that run is in the directory")
             await asyncio.sleep(PAUSE_S)
     finally:

@@ -1,4 +1,4 @@
-"""A founded run as its owner sees it, from the owner's thread; the command line's founder is this and a signal."""
+"""A peer that others can reach as its owner sees it, from the owner's thread, and the founder among them."""
 
 from __future__ import annotations
 
@@ -7,49 +7,30 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from geo_diloco.config import PeerConfig
 from geo_diloco.manifest import RunManifest
 from geo_diloco.node.addresses import as_before
-from geo_diloco.node.founding import FounderParts, discard_if_never_founded, prepare_founder
-from geo_diloco.node.rundir import disk_failure, disk_failures
-from geo_diloco.node.syncing import FounderInfo, FounderNode
+from geo_diloco.node.founding import NodeParts, discard_if_never_founded, prepare_founder
+from geo_diloco.node.reachable import FounderInfo, ReachableNode
+from geo_diloco.node.rundir import disk_failures
 from geo_diloco.node.thread import NodeThread
 from geo_diloco.runtime.dht import load_library
 
-__all__ = ["Founder", "FounderInfo"]
+__all__ = ["Founder", "FounderInfo", "Reachable"]
 
 
-class Founder:
-    """A run founded (or resumed) by this process; a context manager. Safe from the caller's thread."""
+class Reachable:
+    """A founder or a standby, on its way up, on the air or gone; a context manager."""
 
-    def __init__(
-        self,
-        source: Path | RunManifest,
-        config: PeerConfig,
-        *,
-        quiet: bool = True,
-        check: Callable[[], None] = lambda: None,
-        preparing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """`check` is called while starting, which may wait for bootstraps for ever; what it raises ends the start.
-        `preparing` is entered while the model is built, when nothing has to be undone yet."""
-        with preparing():
-            load_library()
-            self._parts = prepare_founder(source, config, quiet=quiet)
-        self._thread = NodeThread("geo_diloco founder")
+    _node: ReachableNode
+
+    def __init__(self, thread: NodeThread) -> None:
+        self._thread = thread
         self._is_closed = False
-        try:
-            with disk_failures(self._parts.run_dir.root):
-                config = as_before(self._parts.run_dir, config)
-                self._node = self._thread.wait(_make(self._parts, config), check=check)
-                self.info = self._thread.wait(self._node.start(), check=check)
-        except BaseException:
-            self.close()
-            raise
 
-    def __enter__(self) -> Founder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -58,22 +39,18 @@ class Founder:
         self.close()
 
     @property
-    def invite(self) -> str:
-        return self.info.invite
-
-    @property
-    def run_dir(self) -> Path:
-        return self.info.run_dir
-
-    @property
     def failure(self) -> BaseException | None:
-        """What ended the peer, if a bug or the disk did."""
-        failure = self._node.driver.failure
-        return disk_failure(self.run_dir, failure) if isinstance(failure, OSError) else failure
+        """What ended the peer, if something did."""
+        return self._node.failure
 
     @property
     def is_finished(self) -> bool:
         return self._node.finished.is_set()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is the run's syncer now."""
+        return self._node.station.core.serves
 
     @property
     def num_connected(self) -> int:
@@ -110,10 +87,52 @@ class Founder:
                 self._thread.wait(node.leave("closed by its owner"), timeout_s=30.0)
         finally:
             self._thread.stop()
-            self._parts.log.close()
-            discard_if_never_founded(self._parts)
-            self._parts.run_dir.release()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the folder."""
 
 
-async def _make(parts: FounderParts, config: PeerConfig) -> FounderNode:
-    return FounderNode(parts, config)
+class Founder(Reachable):
+    """A run founded (or resumed) by this process. Safe from the caller's thread."""
+
+    def __init__(
+        self,
+        source: Path | RunManifest,
+        config: PeerConfig,
+        *,
+        quiet: bool = True,
+        check: Callable[[], None] = lambda: None,
+        preparing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`check` is called while starting, which may wait for bootstraps for ever; what it raises ends the start.
+        `preparing` is entered while the model is built, when nothing has to be undone yet."""
+        with preparing():
+            load_library()
+            self._parts = prepare_founder(source, config, quiet=quiet)
+        super().__init__(NodeThread("geo_diloco founder"))
+        try:
+            with disk_failures(self._parts.run_dir.root):
+                config = as_before(self._parts.run_dir, config)
+                self._node = self._thread.wait(_make(self._parts, config), check=check)
+                self.info = self._thread.wait(self._node.start(), check=check)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def invite(self) -> str:
+        return self.info.invite
+
+    @property
+    def run_dir(self) -> Path:
+        return self.info.run_dir
+
+    def _let_go(self) -> None:
+        self._parts.log.close()
+        discard_if_never_founded(self._parts)
+        self._parts.run_dir.release()
+
+
+async def _make(parts: NodeParts, config: PeerConfig) -> ReachableNode:
+    return ReachableNode(parts, config)

@@ -1,8 +1,8 @@
 """Founding a run, or taking one up again from its folder: everything before the first event.
 
-A new run's manifest gets the founder's key and a nonce, which make its id. Theta_0 is built once and kept: what
-resumes is the newest snapshot on disk and the updates after it, each checked against its commit's digests; if no
-snapshot can be used, Theta_0 is built again from the manifest's seed and the whole fold is redone.
+A new run's manifest gets the founder's key and a nonce, which make its id. What resumes stands at the newest snapshot
+on disk, and the core has the updates after it folded in once they are durable again; if no snapshot can be used,
+Theta_0 is built again from the manifest's seed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from geo_diloco.errors import (
     ManifestError,
     RunDirError,
 )
-from geo_diloco.manifest import Digest, FragmentId, RunId, RunManifest
-from geo_diloco.node.rundir import RunDir, default_root, disk_failures, hold
+from geo_diloco.manifest import BranchId, Digest, FragmentId, RunId, RunManifest, Version
+from geo_diloco.node.rundir import RunDir, default_root, disk_failures, hold, joined_snapshot
 from geo_diloco.numerics.fragments import Layout, fragment_digest, gather, layout_from_module, named_trainable
 from geo_diloco.observability import EventLog, stderr_log
-from geo_diloco.protocol.effects import ApplyUpdate
-from geo_diloco.protocol.messages import Commit, Found
-from geo_diloco.runtime.chain import ChainCopy
+from geo_diloco.protocol.election.ballots import Opened
+from geo_diloco.protocol.events import SnapshotLoaded
+from geo_diloco.protocol.messages import Commit, Found, FragmentHead, RosterChange
+from geo_diloco.runtime.chain import ChainCopy, counting_chain
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.snapshots import SnapshotShelf
+from geo_diloco.runtime.replacing import apply_of
+from geo_diloco.runtime.snapshots import SnapshotShelf, load_snapshot, loaded_from
 from geo_diloco.runtime.store import BlobStore, ChainStore
+from geo_diloco.runtime.wire import Signed
 from geo_diloco.training.models import build_model, with_config
 
 
 @dataclass
-class FounderParts:
-    """What a founder's process holds before it goes on the air."""
+class NodeParts:
+    """What the process of a founder or a standby holds before it goes on the air."""
 
     run_dir: RunDir
     manifest: RunManifest
@@ -57,9 +60,13 @@ class FounderParts:
     chain: ChainCopy
     snapshots: SnapshotShelf
     log: EventLog
+    snapshot: SnapshotLoaded | None = None
+    """Where `outer` stands; none while the run is not founded."""
+    kept_blobs: frozenset[Digest] = frozenset()
+    """Named neither on the chain nor on the shelf, and to be kept."""
 
 
-def prepare_founder(source: Path | RunManifest, config: PeerConfig, *, quiet: bool = False) -> FounderParts:
+def prepare_founder(source: Path | RunManifest, config: PeerConfig, *, quiet: bool = False) -> NodeParts:
     """Found (from a manifest or its file) or take up (from a run directory). Raises UserError of some kind."""
     if isinstance(source, Path) and source.is_dir():
         if config.run_dir is not None and config.run_dir.resolve() != source.resolve():
@@ -69,29 +76,36 @@ def prepare_founder(source: Path | RunManifest, config: PeerConfig, *, quiet: bo
     return _found(manifest, config, quiet=quiet)
 
 
-def take_up(root: Path, config: PeerConfig, *, quiet: bool = False) -> FounderParts:
-    """Hold a founder's folder and bring its state to the head of its chain. Raises RunDirError if it can't be."""
-    _check_is_founders(RunDir(root))
+def take_up(root: Path, config: PeerConfig, *, quiet: bool = False, at_rest: bool = False) -> NodeParts:
+    """Hold a founder's folder and restore a state that its chain can go on from; `at_rest`, only to look at: then a
+    standby's will do, too. Raises RunDirError if it can't be."""
+    _check_can_resume(RunDir(root), at_rest=at_rest)
     run_dir = hold(root)
     try:
         with disk_failures(root):
-            return _take_up(run_dir, config, quiet=quiet)
+            return _take_up(run_dir, config, quiet=quiet, at_rest=at_rest)
     except BaseException:
         run_dir.release()
         raise
 
 
-def _check_is_founders(folder: RunDir) -> None:
+def _check_can_resume(folder: RunDir, *, at_rest: bool) -> None:
     """Before anything is written there."""
     if not folder.root.is_dir():
         raise RunDirError(f"{folder.root} is no folder; give the run directory that `geo-diloco start` named")
     if not folder.manifest.exists():
         raise RunDirError(f"{folder.root} is not a run directory: no manifest.json")
-    if not folder.key.exists():
-        raise RunDirError(f"{folder.root} has no key.pem: only the founder's folder can be resumed or exported")
+    if folder.key.exists():
+        return
+    if not at_rest:
+        raise RunDirError(
+            f"{folder.root} has no key.pem: only the founder's folder can be resumed; a standby joins again"
+        )
+    if not folder.state.is_dir():
+        raise RunDirError(f"{folder.root} is neither a founder's folder nor a standby's: only those can be exported")
 
 
-def _found(manifest: RunManifest, config: PeerConfig, *, quiet: bool) -> FounderParts:
+def _found(manifest: RunManifest, config: PeerConfig, *, quiet: bool) -> NodeParts:
     model = build_model(manifest.model, with_weights=True)
     layout_from_module(model, num_fragments=manifest.sync.num_fragments)  # what can't be cut leaves no folder behind
     manifest = replace(manifest, model=with_config(manifest.model), nonce=secrets.token_hex(16))
@@ -145,7 +159,7 @@ def _check_is_free(run_dir: RunDir) -> None:
         raise RunDirError(f"{root} already holds a run; resume it with `geo-diloco start {root}`")
 
 
-def discard_if_never_founded(parts: FounderParts) -> None:
+def discard_if_never_founded(parts: NodeParts) -> None:
     """A start that failed before the run's first entry leaves nothing to resume: what can mislead is taken away, and
     the whole folder where we chose its name."""
     if parts.chain.num_entries:
@@ -155,30 +169,94 @@ def discard_if_never_founded(parts: FounderParts) -> None:
         shutil.rmtree(parts.run_dir.root, ignore_errors=True)
 
 
-def _take_up(run_dir: RunDir, config: PeerConfig, *, quiet: bool) -> FounderParts:
+def _take_up(run_dir: RunDir, config: PeerConfig, *, quiet: bool, at_rest: bool) -> NodeParts:
     manifest = read_manifest(run_dir)
     model = build_model(manifest.model)
     parts = _parts(run_dir, manifest, model, config, quiet=quiet)
-    if parts.identity.peer_id != manifest.founder:
+    is_founders = parts.identity.peer_id == manifest.founder
+    if not is_founders and not at_rest:
         raise RunDirError(f"{run_dir.key} is not the founder's key: only the founder can resume this run")
     entries = parts.chain.load()
-    if parts.snapshots.restore() is None:
-        _start_from_theta_0(parts)
-    try:
-        redo_updates(parts.outer, parts.store, [entry for _, entry in entries if isinstance(entry, Commit)])
-    except (BlobError, DigestMismatch, FrameError) as exc:
-        raise RunDirError(f"{run_dir.root}: the state can't be brought to the chain's head: {exc}") from exc
-    for signed, entry in entries:
-        if isinstance(entry, Found):
-            _check_theta_0(parts, entry)
-        parts.snapshots.ledger.apply(entry, signed.digest)
+    if restore_state(parts):
+        return parts
+    if not is_founders:
+        raise RunDirError(f"{run_dir.root} holds no state: neither a snapshot of its own nor the one it joined with")
+    _start_from_theta_0(parts)
+    if entries:
+        signed, found = entries[0]
+        if not isinstance(found, Found):
+            raise RunDirError(f"{run_dir.chain} does not begin with `found`: restore a backup")
+        _check_theta_0(parts, found)
+        parts.snapshot = loaded_from_found(found, signed)
     return parts
 
 
-def _parts(
-    run_dir: RunDir, manifest: RunManifest, model: nn.Module, config: PeerConfig, *, quiet: bool
-) -> FounderParts:
-    identity = Identity.load_or_create(run_dir.key)
+def _as_far_as_held(commits: list[Commit], parts: NodeParts) -> list[Commit]:
+    """Each fragment's, up to the first whose update is not here."""
+    held: list[Commit] = []
+    ended: set[FragmentId] = set()
+    for commit in commits:
+        contained = commit.version <= parts.outer.version(commit.fragment)
+        if not contained and not parts.store.has(commit.update):
+            ended.add(commit.fragment)
+        if commit.fragment not in ended:
+            held.append(commit)
+    return held
+
+
+def restore_state(parts: NodeParts) -> bool:
+    """From this disk: its newest snapshot, or the one it joined with. False if there is none that can be used."""
+    snapshot = parts.snapshots.restore()
+    joined = None if snapshot is not None else joined_snapshot(parts.run_dir)
+    if joined is not None and joined.run == parts.run:
+        try:
+            load_snapshot(joined, parts.outer, parts.store.get)
+            snapshot = joined
+        except (BlobError, DigestMismatch) as exc:
+            parts.log.note("join", f"the snapshot this peer joined with can't be used: {exc}", level="warning")
+    if snapshot is None:
+        return False
+    parts.snapshot = loaded_from(snapshot, whole_chain=True)
+    return True
+
+
+def loaded_from_found(found: Found, signed: Signed) -> SnapshotLoaded:
+    """Theta_0 as a snapshot."""
+    return SnapshotLoaded(
+        branch=BranchId(signed.digest),
+        term=found.header.term,
+        seq=found.header.seq,
+        head_digest=signed.digest,
+        heads=tuple(
+            FragmentHead(version=Version(0), base=signed.digest, state_digest=state, momentum_digest=momentum)
+            for state, momentum in zip(found.state_digests, found.momentum_digests, strict=True)
+        ),
+        num_elements=found.num_elements,
+        layout_digest=found.layout_digest,
+        tokens_per_fragment=(0,) * len(found.num_elements),
+        progress=0.0,
+        roster=found.roster,
+        roster_seq=found.header.seq,
+        opened=Opened(signed.signer, found.boot, "", ()),
+        whole_chain=True,
+    )
+
+
+def bring_to_head(parts: NodeParts) -> None:
+    """Fold in what the chain has beyond the restored state, for who looks at a folder at rest. Raises RunDirError."""
+    chain = [entry for _, entry in counting_chain((signed.digest, entry) for signed, entry in parts.chain.entries())]
+    commits = [entry for entry in chain if isinstance(entry, Commit)]
+    rosters = [entry.roster for entry in chain if isinstance(entry, Found | RosterChange)]
+    if rosters and len(rosters[-1]) > 1:
+        commits = _as_far_as_held(commits, parts)  # the newest ones may not be durable, nor here
+    try:
+        redo_updates(parts.outer, parts.store, commits)
+    except (BlobError, DigestMismatch, FrameError) as exc:
+        raise RunDirError(f"{parts.run_dir.root}: the state can't be brought to the chain's head: {exc}") from exc
+
+
+def _parts(run_dir: RunDir, manifest: RunManifest, model: nn.Module, config: PeerConfig, *, quiet: bool) -> NodeParts:
+    identity = Identity.load_or_create(run_dir.identity_key if run_dir.identity_key.exists() else run_dir.key)
     run = manifest.run_id()
     layout = layout_from_module(model, num_fragments=manifest.sync.num_fragments)
     if run_dir.layout.exists():
@@ -192,7 +270,7 @@ def _parts(
     outer = OuterState(layout, with_momentum=True, with_residual=True, updates_kept=kept)
     store = BlobStore(run_dir.blobs)
     run_dir.state.mkdir(exist_ok=True)
-    return FounderParts(
+    return NodeParts(
         run_dir=run_dir,
         manifest=manifest,
         run=run,
@@ -202,7 +280,7 @@ def _parts(
         layout=layout,
         outer=outer,
         store=store,
-        chain=ChainCopy(ChainStore(run_dir.chain), run=run, signer=manifest.founder),
+        chain=ChainCopy(ChainStore(run_dir.chain), run=run),
         snapshots=SnapshotShelf(run_dir.state, run=run, outer=outer, store=store, identity=identity),
         log=EventLog(run_dir.log, level=config.log_level) if quiet else stderr_log(run_dir.log, level=config.log_level),
     )
@@ -218,13 +296,13 @@ def read_manifest(run_dir: RunDir) -> RunManifest:
         raise RunDirError(f"{run_dir.manifest}: {exc}") from exc
 
 
-def _start_from_theta_0(parts: FounderParts) -> None:
+def _start_from_theta_0(parts: NodeParts) -> None:
     tensors = named_trainable(parts.model)
     for p in range(parts.layout.num_fragments):
         parts.outer.start_fragment(FragmentId(p), gather(tensors, parts.layout, p))
 
 
-def _check_theta_0(parts: FounderParts, found: Found) -> None:
+def _check_theta_0(parts: NodeParts, found: Found) -> None:
     """A rebuilt Theta_0 must be the one that was founded; later versions are checked by their commits."""
     if found.layout_digest != parts.layout.digest:
         raise RunDirError("the chain was founded with another layout")
@@ -242,18 +320,6 @@ def redo_updates(outer: OuterState, store: BlobStore, commits: list[Commit]) -> 
         outer.apply(apply_of(commit), store.get(commit.update))
         redone += 1
     return redone
-
-
-def apply_of(commit: Commit) -> ApplyUpdate:
-    return ApplyUpdate(
-        fragment=commit.fragment,
-        version=commit.version,
-        update=commit.update,
-        state_digest=commit.state_digest,
-        momentum_digest=commit.momentum_digest,
-        eta=commit.eta,
-        mu=commit.mu,
-    )
 
 
 def state_digests(outer: OuterState) -> tuple[tuple[Digest, ...], tuple[Digest, ...]]:

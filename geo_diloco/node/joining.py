@@ -1,13 +1,15 @@
 """From an invite to a peer that follows the run: find the syncer, check what it serves, get the state.
 
-Nothing is believed for being in the directory: the manifest must hash to the invite's run id, its founder's signature
-must be on the chain and the snapshot, and every byte of state must have the digest that the chain says. What is slow
-or away is waited for, with the reason in the log; what differs (another wire version, layout, run) is refused by name.
+Nothing is believed for being in the directory: the manifest must hash to the invite's run id, whoever signs the
+snapshot must be proven to serve its term (`runtime/proof.py`), and every byte of state must have the digest that it
+says. What is slow or away is waited for, with the reason in the log; what differs (another wire version, layout, run)
+is refused by name.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from geo_diloco.config import PeerConfig, manifest_from_bytes
@@ -19,30 +21,38 @@ from geo_diloco.errors import (
     ManifestError,
     RefusedError,
     RemoteProtocolError,
-    RunDirError,
     TransferError,
 )
-from geo_diloco.manifest import Digest, PeerId, RunId, RunManifest
+from geo_diloco.manifest import Digest, RunId, RunManifest
 from geo_diloco.node.addresses import directory_addresses
-from geo_diloco.node.rundir import RunDir
+from geo_diloco.node.rundir import RunDir, joined_snapshot
 from geo_diloco.numerics.fragments import Layout
 from geo_diloco.observability import EventLog
-from geo_diloco.protocol.events import EntryArrived, SnapshotLoaded
-from geo_diloco.protocol.messages import Found, Snapshot
+from geo_diloco.protocol.events import SnapshotLoaded
+from geo_diloco.protocol.messages import Snapshot
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.disk import atomic_write
-from geo_diloco.runtime.donor import SyncerDonor
 from geo_diloco.runtime.driver import Worker
-from geo_diloco.runtime.following import ENTRIES_PER_FETCH, Backoff
+from geo_diloco.runtime.following import Backoff
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.records import PeerRecord
-from geo_diloco.runtime.session import ByteCounters, Session, fetch_manifest, make_session
-from geo_diloco.runtime.snapshots import load_snapshot
+from geo_diloco.runtime.proof import PROOF_ENTRIES_MAX, check_snapshot, read_proof
+from geo_diloco.runtime.records import PeerRecord, by_claim
+from geo_diloco.runtime.seeking import Place
+from geo_diloco.runtime.session import (
+    ByteCounters,
+    Session,
+    fetch_manifest,
+    fetch_proof,
+    fetch_snapshot,
+    make_session,
+)
+from geo_diloco.runtime.snapshots import load_snapshot, loaded_from
 from geo_diloco.runtime.store import BlobStore, ChainStore
-from geo_diloco.runtime.wire import Signed, open_snapshot, url_from_address
+from geo_diloco.runtime.transfer import fetch_blob
+from geo_diloco.runtime.wire import open_snapshot, url_from_address
 
 CLAIMS_MAX = 64
 
@@ -129,21 +139,17 @@ def _take_manifest(lobby: Lobby, canonical: bytes, url: str) -> None:
 
 
 async def claimed_syncers(lobby: Lobby) -> list[PeerRecord]:
-    """Whoever claims to be syncer, highest term first; only the founder once the manifest is known."""
+    """Whoever claims to be syncer, highest term first, then the standbys, who know the way. Claims are free: what they
+    serve is checked."""
     try:
         records = await lobby.directory.find(lobby.invite.run)
     except DirectoryError as exc:
         lobby.log.note("directory", str(exc), level="warning")
         return []
-    founder = lobby.manifest.founder
-    claims = [
-        record
-        for record in records
-        if "syncer" in record.roles and record.address and (not founder or record.peer == founder)
-    ]
+    claims = by_claim(records)
     if not claims:
         lobby.log.note("join", f"no syncer of run {lobby.invite.run[:12]} in the directory yet, looking again")
-    return sorted(claims, key=lambda record: (record.term, record.head_seq, record.peer), reverse=True)
+    return claims
 
 
 @dataclass
@@ -152,107 +158,85 @@ class Position:
 
     outer: OuterState
     snapshot: SnapshotLoaded
-    entries: list[EntryArrived]
-    """Those after the snapshot."""
+    place: Place | None = None
+    """Where it came from; the first place to look for the syncer."""
 
 
-async def catch_up(
+async def catch_up(lobby: Lobby, outer: OuterState, store: BlobStore, worker: Worker, *, whole_chain: bool) -> Position:
+    """A snapshot's state, from whoever is proven to serve. Raises LayoutError on another layout."""
+    backoff = Backoff()
+    urls = [lobby.url]
+    while True:
+        for url in urls:
+            try:
+                return await _catch_up_from(lobby, url, outer, store, worker, whole_chain=whole_chain)
+            except (TransferError, RemoteProtocolError, BlobError, DigestMismatch) as exc:
+                lobby.log.note("join", f"fetching the state, trying again: {exc}", level="warning")
+        await backoff.wait()
+        urls = [lobby.url]
+        for record in (await claimed_syncers(lobby))[:CLAIMS_MAX]:
+            with suppress(RemoteProtocolError):
+                urls.append(url_from_address(record.address, peer=record.peer))
+        urls = list(dict.fromkeys(urls[1:])) or urls
+
+
+async def _catch_up_from(
     lobby: Lobby,
-    layout: Layout,
-    chain: ChainCopy,
-    donor: SyncerDonor,
+    url: str,
+    outer: OuterState,
     store: BlobStore,
     worker: Worker,
     *,
-    follower: bool,
+    whole_chain: bool,
+    followed: bool = False,
 ) -> Position:
-    """The chain, and a snapshot's state. `follower`: hold momentum too. Raises LayoutError on another layout."""
-    outer = OuterState(layout, with_momentum=follower, with_residual=False)
-    backoff = Backoff()
-    while True:
-        try:
-            signed, snapshot = await donor.signed_snapshot()
-            await fetch_chain(chain, donor, at_least=snapshot.seq)
-            check_layout(chain, layout)
-            _check_snapshot(snapshot, chain, layout)
-            wanted = [*snapshot.theta, *(snapshot.momentum if follower else ())]
-            for blob in wanted:
-                await donor.blob(blob)
-            await worker.call(load_snapshot, snapshot, outer, store.get)
-            break
-        except (TransferError, RemoteProtocolError, BlobError, DigestMismatch) as exc:
-            lobby.log.note("join", f"fetching the state, trying again: {exc}", level="warning")
-            await backoff.wait()
+    """From there, or from the one who is proven there to serve."""
+    session, counters = lobby.session, lobby.counters
+    lines = await fetch_proof(session, url, entries_max=PROOF_ENTRIES_MAX, counters=counters)
+    authority = read_proof(lines, run=lobby.invite.run, founder=lobby.manifest.founder)
+    found = authority.found
+    check_same_layout(found.layout_digest, found.num_elements, outer.layout)
+    serving = url_from_address(authority.opened[authority.term].address) if authority.opened else url
+    if serving != url and not followed:
+        return await _catch_up_from(lobby, serving, outer, store, worker, whole_chain=whole_chain, followed=True)
+    signed = await fetch_snapshot(session, url, counters=counters)
+    if signed is None:
+        raise TransferError("the syncer has no snapshot yet")
+    snapshot = open_snapshot(signed)
+    check_snapshot(signed, snapshot, authority)
+    _check_sizes(snapshot, outer.layout)
+    for blob in [*snapshot.theta, *(snapshot.momentum if outer.with_momentum else ())]:
+        if not store.has(blob):
+            await fetch_blob(session, url, blob, store, counters=counters)
+    await worker.call(load_snapshot, snapshot, outer, store.get)
     atomic_write(lobby.run_dir.joined, signed.to_line().encode())
-    return Position(outer, _loaded(snapshot), entries_after(chain, snapshot.seq))
+    return Position(outer, loaded_from(snapshot, whole_chain=whole_chain), (signed.signer, url))
 
 
-async def fetch_chain(chain: ChainCopy, donor: SyncerDonor, *, at_least: int = -1) -> None:
-    """Bring the copy up to the syncer's. Raises RunDirError if the copy on disk is of another chain."""
-    while True:
-        batch = await donor.entries(chain.num_entries, ENTRIES_PER_FETCH)
-        for signed in batch:
-            entry = chain.verify(signed)
-            if not chain.take(signed, entry) and entry.header.seq == chain.num_entries:
-                raise RunDirError("the chain in this run directory is not the run's: remove chain.jsonl and join again")
-        if not batch and chain.num_entries > at_least:
-            return
-        if not batch:
-            raise TransferError("the syncer's chain is shorter than its snapshot")
-
-
-def check_layout(chain: ChainCopy, layout: Layout) -> None:
+def check_same_layout(digest: Digest, num_elements: tuple[int, ...], layout: Layout) -> None:
     """Raises LayoutError if this peer's model is not cut like the run's."""
-    entries = chain.entries()
-    found = entries[0][1] if entries else None
-    if not isinstance(found, Found):
-        raise RemoteProtocolError("a chain that does not begin with `found`")
-    if found.layout_digest != layout.digest:
+    if digest != layout.digest:
         raise LayoutError(
             f"this model is not the run's: {sum(layout.num_elements)} parameters in {layout.num_fragments} fragments "
-            f"here (layout {layout.digest[:12]}), the run has {sum(found.num_elements)} in {len(found.num_elements)} "
-            f"({found.layout_digest[:12]}); same library versions?"
+            f"here (layout {layout.digest[:12]}), the run has {sum(num_elements)} in {len(num_elements)} "
+            f"({digest[:12]}); same library versions?"
         )
 
 
-def _check_snapshot(snapshot: Snapshot, chain: ChainCopy, layout: Layout) -> None:
-    signed, _ = chain.entries(snapshot.seq)[0]
-    if signed.digest != snapshot.head_digest:
-        raise RemoteProtocolError("a snapshot that is not on the chain", peer=signed.signer)
+def _check_sizes(snapshot: Snapshot, layout: Layout) -> None:
     sizes = [4 * elements for elements in layout.num_elements]
     if [blob.size for blob in snapshot.theta] != sizes or [blob.size for blob in snapshot.momentum] != sizes:
-        raise RemoteProtocolError("a snapshot of another size than the layout", peer=signed.signer)
-
-
-def _loaded(snapshot: Snapshot) -> SnapshotLoaded:
-    return SnapshotLoaded(
-        branch=snapshot.branch,
-        term=snapshot.term,
-        seq=snapshot.seq,
-        head_digest=snapshot.head_digest,
-        heads=snapshot.heads,
-        num_elements=snapshot.num_elements,
-        layout_digest=snapshot.layout_digest,
-        tokens_per_fragment=snapshot.tokens_per_fragment,
-        progress=snapshot.progress,
-    )
+        raise RemoteProtocolError("a snapshot of another size than the layout")
 
 
 def joined_blobs(run_dir: RunDir) -> set[Digest]:
     """Digests of the snapshot that this peer joined with."""
-    try:
-        snapshot = open_snapshot(Signed.from_line(run_dir.joined.read_bytes()))
-    except (OSError, RemoteProtocolError):
-        return set()
-    return {blob.digest for blob in (*snapshot.theta, *snapshot.momentum)}
+    snapshot = joined_snapshot(run_dir)
+    return set() if snapshot is None else {blob.digest for blob in (*snapshot.theta, *snapshot.momentum)}
 
 
-def entries_after(chain: ChainCopy, seq: int) -> list[EntryArrived]:
-    return [EntryArrived(entry, signed.digest, signed.signer) for signed, entry in chain.entries(seq + 1)]
-
-
-def chain_of(run_dir: RunDir, run: RunId, founder: PeerId) -> ChainCopy:
+def chain_of(run_dir: RunDir, run: RunId) -> ChainCopy:
     """This peer's copy, read back and verified."""
-    chain = ChainCopy(ChainStore(run_dir.chain), run=run, signer=founder)
+    chain = ChainCopy(ChainStore(run_dir.chain), run=run)
     chain.load()
     return chain

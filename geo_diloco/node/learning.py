@@ -26,7 +26,6 @@ from geo_diloco.protocol.effects import (
     Adopt,
     ForgetBlob,
     PersistAccounts,
-    ReadyToLeave,
     RefusedForGood,
     Reset,
     RunFinished,
@@ -36,7 +35,7 @@ from geo_diloco.protocol.effects import (
 )
 from geo_diloco.protocol.events import DeltaEncoded, SampleTaken, Saved, UploadDone, UploadFailed
 from geo_diloco.protocol.messages import BlobRef
-from geo_diloco.runtime.donor import SyncerDonor
+from geo_diloco.runtime.donor import Donors
 from geo_diloco.runtime.driver import Driver, Interpreter, Worker
 from geo_diloco.runtime.following import Backoff, Following
 from geo_diloco.runtime.merger import OuterState
@@ -56,7 +55,7 @@ class LearningParts:
     worker: Worker
     outer: OuterState
     store: BlobStore
-    donor: SyncerDonor
+    donor: Donors
     following: Following
     manifest: RunManifest
     checkpoints: Path
@@ -74,7 +73,6 @@ class Learning:
         self.started = asyncio.Event()
         """Admitted, or the run is over."""
         self.finished = asyncio.Event()
-        self.ready_to_leave = asyncio.Event()
         self.allotment: StartTraining | None = None
         self.refused: RefusedError | None = None
         self._saves: dict[int, Report] = {}
@@ -97,7 +95,6 @@ class Learning:
             ForgetBlob: self._forget,
             RunFinished: self._run_finished,
             RefusedForGood: self._refuse,
-            ReadyToLeave: lambda effect: self.ready_to_leave.set(),
         }
 
     # ---- orders

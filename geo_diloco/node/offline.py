@@ -9,11 +9,13 @@ from torch import nn
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import BlobError, DigestMismatch, FrameError, RemoteProtocolError, RunDirError, TapeError
 from geo_diloco.manifest import FragmentId
-from geo_diloco.node.founding import apply_of, read_manifest, take_up
+from geo_diloco.node.founding import bring_to_head, read_manifest, take_up
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.numerics.fragments import fragment_digest, gather, layout_from_module, named_trainable
 from geo_diloco.protocol.messages import Commit, Entry, Found
+from geo_diloco.runtime.chain import counting_chain
 from geo_diloco.runtime.merger import OuterState
+from geo_diloco.runtime.replacing import apply_of
 from geo_diloco.runtime.snapshots import load_snapshot
 from geo_diloco.runtime.store import BlobStore, ChainStore
 from geo_diloco.runtime.wire import Signed, open_entry, open_snapshot
@@ -24,13 +26,14 @@ from geo_diloco.training.models import build_model
 
 
 def export(run_dir: Path, to: Path) -> Path:
-    """Write a founder's Theta, brought to the head of its chain, as a `save_pretrained` folder.
+    """Write a founder's or standby's Theta, brought to the head of its chain, as a `save_pretrained` folder.
 
     Raises RunDirError if the folder is in use or is no founder's, ConfigError if `to` can't be written or is not empty.
     """
     check_export_folder(to)
-    parts = take_up(run_dir, PeerConfig(), quiet=True)
+    parts = take_up(run_dir, PeerConfig(), quiet=True, at_rest=True)
     try:
+        bring_to_head(parts)
         theta = [parts.outer.theta(FragmentId(p)) for p in range(parts.layout.num_fragments)]
         return export_model(theta, parts.layout, parts.manifest, to)
     finally:
@@ -82,10 +85,14 @@ def check_updates(folder: RunDir) -> int:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """A chain's entries from disk, each with its signature checked. Its owner may be at work. Raises RunDirError."""
+    """The entries that count of a log on disk, each with its signature checked. Its owner may be at work.
+
+    Raises RunDirError.
+    """
     chain = ChainStore(path, is_read_only=True)
     try:
-        return [open_entry(signed) for signed in chain.load()]
+        known = [(signed.digest, open_entry(signed)) for signed in chain.load()]
+        return [entry for _, entry in counting_chain(known)]
     except RemoteProtocolError as exc:
         raise RunDirError(f"the chain {path} is damaged: {exc}") from exc
     finally:

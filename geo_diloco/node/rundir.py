@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from geo_diloco.config import state_root
-from geo_diloco.errors import RunDirError
+from geo_diloco.errors import RemoteProtocolError, RunDirError
 from geo_diloco.manifest import RunId, run_id_from_bytes
+from geo_diloco.protocol.messages import Snapshot
+from geo_diloco.runtime.wire import Signed, open_snapshot
 
 SLOTS_MAX = 256
 
@@ -97,6 +99,11 @@ class RunDir:
         return self.root / "summary.json"
 
     @property
+    def vote(self) -> Path:
+        """What this disk has voted, which must never be forgotten, nor be in any copy of the folder."""
+        return self.root / "vote.json"
+
+    @property
     def directory(self) -> Path:
         """p2pd's own files."""
         return self.root / "dht"
@@ -105,6 +112,14 @@ class RunDir:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def joined_snapshot(run_dir: RunDir) -> Snapshot | None:
+    """What this peer joined with; it was checked then."""
+    try:
+        return open_snapshot(Signed.from_line(run_dir.joined.read_bytes()))
+    except (OSError, RemoteProtocolError):
+        return None
 
 
 def disk_failure(root: Path, failure: OSError) -> RunDirError:

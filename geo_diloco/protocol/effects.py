@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from geo_diloco.manifest import BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.protocol.election.ballots import VoteRecord
 from geo_diloco.protocol.events import FragmentAccount, SnapshotLoaded
 from geo_diloco.protocol.messages import BlobRef, ContributionId, Entry, Message
 
@@ -17,13 +18,41 @@ from geo_diloco.protocol.messages import BlobRef, ContributionId, Entry, Message
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send on the peer's control connection, in an envelope of this branch and term. Dropped if there is none: every
-    message is either repeated after the next Hello or harmless to lose."""
+    """Send on the peer's control connection, in an envelope of this branch and term. If there is none it is dropped,
+    or with `dial` a connection is made first, where the peer can be dialed. Every message is either said again or
+    harmless to lose."""
 
     to: PeerId
     branch: BranchId
     term: Term
     message: Message
+    dial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendEntries:
+    """Send these entries as signed, in this order; with `upload`, their updates too, as far as the peer lacks them."""
+
+    to: PeerId
+    digests: tuple[Digest, ...]
+    upload: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PersistVote:
+    """Write and fsync the record, in the order asked; answered by VotePersisted."""
+
+    number: int
+    record: VoteRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SeekSyncer:
+    """Whoever this peer has been talking to does not serve (any more): find the syncer and connect to it. `peer` and
+    `address`, if known, are worth trying first."""
+
+    peer: PeerId | None
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +71,11 @@ class FetchEntries:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchUpdate:
-    """Fetch an update blob; answered by UpdateFetched or UpdateLost."""
+class KeepEntry:
+    """Keep an entry that arrived, and fetch its update if it has one; answered by EntryStored or UpdateLost."""
 
-    fragment: FragmentId
-    version: Version
-    blob: BlobRef
+    digest: Digest
+    update: BlobRef | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +93,9 @@ class ApplyUpdate:
 
 @dataclass(frozen=True, slots=True)
 class FetchFragment:
-    """Fetch that fragment of the syncer's snapshot, at `version` or later; answered by FragmentReplaced."""
+    """Bring that fragment to where the ledger has it, at `version` or later (which may be less than is held), by other
+    means than the next update: from a snapshot of one's own and the updates after it, or from anyone's snapshot;
+    answered by FragmentReplaced."""
 
     fragment: FragmentId
     version: Version
@@ -104,7 +134,8 @@ class RefusedForGood:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Sign this entry and put it on disk (fsync); answered by Sealed. One at a time."""
+    """Sign this entry and put it on disk (fsync), then make what it commits visible; answered by Sealed. One at a
+    time."""
 
     entry: Entry
 
@@ -257,9 +288,12 @@ class TokensDropped:
 
 Effect = (
     Send
+    | SendEntries
+    | PersistVote
+    | SeekSyncer
     | CloseConnection
     | FetchEntries
-    | FetchUpdate
+    | KeepEntry
     | ApplyUpdate
     | FetchFragment
     | Note

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.protocol.election.ballots import Elector, Opened, Rank
 from geo_diloco.protocol.messages import (
     BlobRef,
     Contribution,
@@ -28,17 +29,37 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class EntryArrived:
-    """An entry whose signature and digest the shell has verified. In any order; repeats are ignored."""
+    """An entry whose digest and signatures (the votes in `open` too) the shell has verified. In any order; repeats are
+    ignored. `stored`: its record, and its update if it has one, lie on this disk already."""
 
     entry: Entry
     digest: Digest
     signer: PeerId
+    stored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EntryStored:
+    """Record and update blob of an entry are verified and on disk (fsynced, where this peer may be elector)."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLost:
+    """Its bytes turned out to be missing or broken."""
+
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLoaded:
-    """Where this peer's outer state stands, from a snapshot (its own disk or a donor's). First event of a peer that
-    did not found the run; later again if a fragment had to be replaced."""
+    """Where this peer's outer state stands, from a snapshot (its own disk or a donor's), which was durable. First
+    event of a peer that did not found the run.
+
+    With `whole_chain` the ledger does not begin here: every entry from `found` on is given again after this, because
+    a peer that may serve must know all that was ever merged.
+    """
 
     branch: BranchId
     term: Term
@@ -49,13 +70,35 @@ class SnapshotLoaded:
     layout_digest: Digest
     tokens_per_fragment: tuple[int, ...]
     progress: float
+    roster: tuple[Elector, ...]
+    roster_seq: Seq
+    opened: Opened | None
+    """Who serves `term`; none before the first entry."""
+    whole_chain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLoaded:
+    """All that this disk has of the chain was given; from here on others are heard. `away_ms`: how old the newest
+    entry is, as well as this machine knows: learners have trained on meanwhile."""
+
+    away_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotKept:
+    """A snapshot of the durable state as of `seq` is on this disk: updates up to it are not needed any more."""
+
+    seq: Seq
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A control connection is up, its peer's identity proven (on the syncer: after its first valid envelope)."""
+    """A control connection is up, its peer's identity proven (on the accepting side: after its first valid
+    envelope). `seeking`: it was dialed because this peer looks for the syncer."""
 
     peer: PeerId
+    seeking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +116,43 @@ class Received:
     term: Term
     boot: BootId
     message: Message
+    evidence: str = ""
+    """The envelope as signed, if the message is a vote."""
+
+
+@dataclass(frozen=True, slots=True)
+class VotePersisted:
+    """`PersistVote` number so-and-so, and all before it, are on disk."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A peer that the directory says can serve as syncer. A hint."""
+
+    peer: PeerId
+    rank: Rank
+    serves: Term | None
+    """The term it claims to be syncer of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighted:
+    """News from the directory; replaces what was known."""
+
+    sightings: tuple[Sighting, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverAsked:
+    """Its owner wants this syncer to hand over, or there are too few learners on this side of a cut."""
+
+    to: PeerId | None
+    """None: to whoever is best placed."""
+    resign: bool = False
+    """If nobody gets everything in time, give up the term all the same: what is not durable is lost to the chain, but
+    not to the learners, who carry it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +163,10 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateFetched:
-    """The update blob of (fragment, version) is here, whole and verified."""
-
-    fragment: FragmentId
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateLost:
-    """No donor has that update any more: only a snapshot helps."""
+    """No donor has the update of that entry any more: only a snapshot helps."""
 
-    fragment: FragmentId
-    version: Version
+    digest: Digest
     reason: str
 
 
@@ -138,17 +209,10 @@ class FoundRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
-    """Go on as syncer in the next term, from the state that SnapshotLoaded and the entries after it gave."""
-
-    away_ms: int = 0
-    """Since the chain's last entry, as well as this machine knows: learners have trained on meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
 class Sealed:
-    """The entry asked for is signed and on disk."""
+    """The entry asked for is signed and on disk, and what it commits is visible."""
 
+    term: Term
     seq: Seq
     digest: Digest
 
@@ -318,18 +382,23 @@ class Saved:
 Event = (
     Tick
     | EntryArrived
+    | EntryStored
+    | EntryLost
     | SnapshotLoaded
+    | ChainLoaded
+    | SnapshotKept
     | Connected
     | Disconnected
     | Received
+    | VotePersisted
+    | Sighted
+    | HandoverAsked
     | StopRequested
-    | UpdateFetched
     | UpdateLost
     | Applied
     | ApplyFailed
     | FragmentReplaced
     | FoundRun
-    | Serve
     | Sealed
     | BlobArrived
     | ContributionChecked

@@ -131,6 +131,11 @@ class Holdings:
         claim = item.contribution.id
         return [*self.let_go(item), self._decide(claim, claim.peer, "refused", reason)]
 
+    def let_go_of_all(self) -> list[Effect]:
+        """The term is over."""
+        items = [self._held[fragment][peer] for fragment in sorted(self._held) for peer in sorted(self._held[fragment])]
+        return [effect for item in items for effect in self.let_go(item)]
+
     def let_go(self, item: Held) -> list[Effect]:
         claim, blob = item.contribution.id, item.contribution.blob
         del self._held[claim.fragment][claim.peer]

@@ -27,6 +27,7 @@ from geo_diloco.protocol.effects import (
     TokensMerged,
     Upload,
 )
+from geo_diloco.protocol.election.ballots import Elector, Opened
 from geo_diloco.protocol.events import (
     Adopted,
     DeltaEncoded,
@@ -38,7 +39,7 @@ from geo_diloco.protocol.events import (
     UploadDone,
     UploadFailed,
 )
-from geo_diloco.protocol.follow import Step
+from geo_diloco.protocol.fold import Step
 from geo_diloco.protocol.ledger import NO_SEQ, Ledger, id_of
 from geo_diloco.protocol.messages import (
     Allotment,
@@ -48,7 +49,6 @@ from geo_diloco.protocol.messages import (
     ContributionId,
     Decision,
     Entry,
-    Finished,
     FragmentHead,
     Message,
     Participant,
@@ -82,6 +82,9 @@ class _Position:
     head_digest: Digest
     tokens_per_fragment: tuple[int, ...]
     progress: float
+    roster: tuple[Elector, ...]
+    roster_seq: Seq
+    opened: Opened | None
     commit: tuple[FragmentId, Version] | None
 
 
@@ -105,6 +108,8 @@ class Learner:
         self._progress_at: MonoMs | None = None
         self._syncer: PeerId | None = None
         """Set while welcomed on a control connection."""
+        self._term = Term(0)
+        """The syncer's. Its `open` need not be durable yet, so the ledger's may be lower."""
         self._asked: dict[FragmentId, RoundOpen] = {}
         self._again_at: dict[FragmentId, int] = {}
         """After a refusal: the inner step from which the fragment may be sampled again."""
@@ -119,7 +124,7 @@ class Learner:
         self._adopted_heads: list[FragmentHead] = []
         self._unadopted: deque[_Position] = deque()
         """Entries not known to be adopted yet, oldest first, and where the chain stood with each."""
-        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, None)
+        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, (), NO_SEQ, None, None)
         """The newest position up to which every commit is adopted: where a checkpoint resumes."""
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -152,10 +157,10 @@ class Learner:
 
     # -- the control connection ---------------------------------------------------------------------------------
 
-    def welcomed(self, syncer: PeerId, welcome: Welcome) -> list[Effect]:
+    def welcomed(self, syncer: PeerId, term: Term, welcome: Welcome) -> list[Effect]:
         """(Re)admitted. Everything undecided is announced and uploaded again, for this may be another process than the
         one that has it; where it is not, both cost next to nothing."""
-        self._syncer = syncer
+        self._syncer, self._term = syncer, term
         self._progress_at = None
         effects: list[Effect] = []
         if welcome.resume_step > self.step and not self.started:
@@ -204,7 +209,7 @@ class Learner:
 
     def _send(self, message: Message) -> Send:
         assert self._syncer is not None
-        return Send(self._syncer, self._ledger.branch, self._ledger.term, message)
+        return Send(self._syncer, self._ledger.branch, self._term, message)
 
     def _tell(self, message: Message) -> list[Effect]:
         return [self._send(message)] if self._syncer is not None else []
@@ -406,16 +411,26 @@ class Learner:
         return [TokensMerged(account.fragment, event.version, merged), *corrections, *forget]
 
     def entry_taken(self, entry: Entry) -> None:
-        """An entry is new on our chain. No checkpoint resumes beyond the last commit of a run: that it is finished is
+        """An entry is new on our ledger. No checkpoint resumes beyond the last commit of a run: that it is finished is
         for whoever resumes to hear from the chain."""
-        if isinstance(entry, Finished):
+        if self._ledger.finished is not None:
             return
         commit = (entry.fragment, entry.version) if isinstance(entry, Commit) else None
         self._unadopted.append(self._position(commit))
 
     def _position(self, commit: tuple[FragmentId, Version] | None) -> _Position:
         ledger = self._ledger
-        return _Position(ledger.term, ledger.seq, ledger.head_digest, tuple(ledger.tokens), ledger.progress, commit)
+        return _Position(
+            term=ledger.term,
+            seq=ledger.seq,
+            head_digest=ledger.head_digest,
+            tokens_per_fragment=tuple(ledger.tokens),
+            progress=ledger.progress,
+            roster=ledger.roster,
+            roster_seq=ledger.roster_seq,
+            opened=ledger.opened,
+            commit=commit,
+        )
 
     def _move_floor(self) -> None:
         """To the newest position with no unadopted commit before it."""
@@ -428,6 +443,7 @@ class Learner:
     def _resume_at(self) -> SnapshotLoaded:
         """Commits after it that are adopted already are in `heads`: the ledger passes over them."""
         self._move_floor()
+        assert self._floor.opened is not None
         return SnapshotLoaded(
             branch=self._ledger.branch,
             term=self._floor.term,
@@ -438,6 +454,9 @@ class Learner:
             layout_digest=self._ledger.layout_digest,
             tokens_per_fragment=self._floor.tokens_per_fragment,
             progress=self._floor.progress,
+            roster=self._floor.roster,
+            roster_seq=self._floor.roster_seq,
+            opened=self._floor.opened,
         )
 
     # -- inner steps ----------------------------------------------------------------------------------------------

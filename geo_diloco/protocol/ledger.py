@@ -1,16 +1,18 @@
 """The chain as one peer knows it, folded: heads, bases, tokens, who was merged until where.
 
-Every peer keeps one and applies the same entries in the same order, so any of them could say what the syncer may
-append next. The ledger never fetches or signs; it answers `why_not(entry)` and then applies. Entries are told apart
-from forks by `prev`, old ones by `seq`.
+Every peer keeps one of what is durable and applies the same entries in the same order, so any of them could say what
+a syncer may append next; the syncer has a second one, up to its newest entry. A ledger never goes back. It answers
+`why_not(entry)` and then applies; who may sign an entry, and which of two chains counts, is the election's business
+(`election/forks.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from geo_diloco.manifest import BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.protocol.election.ballots import Elector, EntryFacts, Opened
 from geo_diloco.protocol.events import SnapshotLoaded
 from geo_diloco.protocol.messages import (
     Commit,
@@ -22,6 +24,7 @@ from geo_diloco.protocol.messages import (
     Open,
     Participant,
     Record,
+    RosterChange,
 )
 from geo_diloco.protocol.plausibility import LENGTHS_KEPT
 
@@ -35,14 +38,14 @@ NO_SEQ = Seq(-1)
 class Ledger:
     """State of the chain up to `seq`; empty at first (`seq` -1)."""
 
-    founder: PeerId
-    """The only peer whose entries count, while there is no election."""
     seq: Seq = NO_SEQ
     head_digest: Digest = Digest("")
     branch: BranchId = BranchId("")
     term: Term = Term(0)
-    syncer: PeerId | None = None
-    """Who serves `term`, as far as an `open` entry has told."""
+    opened: Opened | None = None
+    """Who serves `term`, as its `open` entry says."""
+    roster: tuple[Elector, ...] = ()
+    roster_seq: Seq = NO_SEQ
     layout_digest: Digest = Digest("")
     num_elements: tuple[int, ...] = ()
     heads: list[FragmentHead] = field(default_factory=list)
@@ -60,11 +63,15 @@ class Ledger:
     progress: float = 0.0
     heldout: list[tuple[Seq, float]] = field(default_factory=list)
     finished: str | None = None
+    before_the_end: Ledger | None = None
+    """As it was when the run finished: no commit has followed."""
 
     def load(self, snapshot: SnapshotLoaded) -> None:
-        """Start from a snapshot. What lies before it (consumption, steps merged) is known to the syncer only."""
+        """Start from a snapshot. What lies before it (consumption, steps merged) is known to those with the whole
+        chain only."""
         self.seq, self.head_digest = snapshot.seq, snapshot.head_digest
-        self.branch, self.term = snapshot.branch, max(self.term, snapshot.term)
+        self.branch, self.term, self.opened = snapshot.branch, snapshot.term, snapshot.opened
+        self.roster, self.roster_seq = snapshot.roster, snapshot.roster_seq
         self.layout_digest, self.num_elements = snapshot.layout_digest, snapshot.num_elements
         self.heads = list(snapshot.heads)
         self.contained = [head.version for head in snapshot.heads]
@@ -73,23 +80,35 @@ class Ledger:
         self.progress = snapshot.progress
         self.num_commits = sum(head.version for head in snapshot.heads)
 
-    def why_not(self, entry: Entry, signer: PeerId) -> str | None:
+    def copy(self) -> Ledger:
+        """Another one, for the entries of a term that are not durable yet."""
+        return replace(
+            self,
+            heads=list(self.heads),
+            contained=list(self.contained),
+            bases=[dict(bases) for bases in self.bases],
+            tokens=list(self.tokens),
+            merged_until=dict(self.merged_until),
+            consumed=dict(self.consumed),
+            lengths={fragment: deque(lengths, maxlen=LENGTHS_KEPT) for fragment, lengths in self.lengths.items()},
+            heldout=list(self.heldout),
+        )
+
+    def why_not(self, entry: Entry) -> str | None:
         """Why this entry can't be the next one; none if it can."""
         header = entry.header
-        if signer != self.founder:
-            return f"signed by {signer[:8]}, who does not serve this run"
         if header.seq != self.seq + 1:
             return f"seq {header.seq} does not follow {self.seq}"
         if header.prev != self.head_digest:
             return f"entry {header.seq} continues another chain: prev {header.prev[:12]}, head {self.head_digest[:12]}"
         if header.branch != self.branch:
             return f"branch {header.branch[:12]}, not {self.branch[:12]}"
-        if self.finished is not None:
+        if self.finished is not None and not isinstance(entry, Open):
             return "the run is finished"
         if isinstance(entry, Found) != (self.seq == NO_SEQ):
             return "found is the first entry and only that"
         if isinstance(entry, Open):
-            opens = header.term > self.term or self.syncer is None
+            opens = header.term > self.term or self.opened is None
             return None if opens else f"term {header.term} is not above {self.term}"
         if header.term != self.term and not isinstance(entry, Found):
             return f"term {header.term} was not opened, the chain is in term {self.term}"
@@ -109,12 +128,16 @@ class Ledger:
 
     def apply(self, entry: Entry, digest: Digest) -> None:
         """Append an entry that `why_not` has nothing against."""
+        if isinstance(entry, Finished) and self.finished is None:
+            self.before_the_end = self.copy()
         self.seq, self.head_digest = entry.header.seq, digest
         match entry:
             case Found():
                 self._found(entry, digest)
             case Open():
-                self.term, self.syncer = entry.header.term, entry.syncer
+                self.term, self.opened = entry.header.term, opened_of(entry)
+            case RosterChange():
+                self.roster, self.roster_seq = entry.roster, entry.header.seq
             case Commit():
                 self._commit(entry, digest)
             case Record():
@@ -124,6 +147,7 @@ class Ledger:
 
     def _found(self, entry: Found, digest: Digest) -> None:
         self.branch, self.term = BranchId(digest), entry.header.term
+        self.roster, self.roster_seq = entry.roster, entry.header.seq
         self.layout_digest, self.num_elements = entry.layout_digest, entry.num_elements
         self.heads = [
             FragmentHead(version=Version(0), base=digest, state_digest=state, momentum_digest=momentum)
@@ -168,6 +192,27 @@ class Ledger:
         if fragment is not None:
             weighted += self.num_elements[fragment] * more
         return weighted // max(1, sum(self.num_elements))
+
+
+def opened_of(entry: Open) -> Opened:
+    """Who serves the term that it opens."""
+    return Opened(entry.syncer, entry.boot, entry.address, entry.votes)
+
+
+def facts_of(entry: Entry, digest: Digest, signer: PeerId) -> EntryFacts:
+    """An entry as far as elections go."""
+    header = entry.header
+    return EntryFacts(
+        kind=entry.kind,
+        branch=header.branch,
+        term=header.term,
+        seq=header.seq,
+        prev=Digest(header.prev),
+        digest=digest,
+        signer=signer,
+        opened=opened_of(entry) if isinstance(entry, Open) else None,
+        roster=entry.roster if isinstance(entry, Found | RosterChange) else None,
+    )
 
 
 def id_of(participant: Participant, fragment: FragmentId) -> ContributionId:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from geo_diloco.manifest import BootId, MonoMs, PeerId, SyncSpec
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
 from geo_diloco.protocol.schedule import MICRO
+from geo_diloco.protocol.status import LearnerStatus
 
 LIVE_MS = 15_000
 LIVE_STEPS = 8
@@ -52,6 +53,22 @@ class Member:
     delivery_ms: int | None = None
     """Moving average from opening a round to a valid contribution."""
     allotment: Allotment | None = None
+    said_goodbye: bool = False
+
+    def status(self, doing: str) -> LearnerStatus:
+        """For people."""
+        return LearnerStatus(
+            peer=self.peer,
+            host=self.host,
+            connected=self.connected,
+            step=self.step,
+            tokens=self.tokens,
+            step_time_us=self.step_time_us,
+            loss=self.loss,
+            upload_bytes_per_s=self.upload_bytes_per_s,
+            share=None if self.allotment is None else self.allotment.share,
+            doing=doing,
+        )
 
     def live(self, now: MonoMs) -> bool:
         patience_ms = max(LIVE_MS, LIVE_STEPS * self.step_time_us // 1000)
@@ -90,6 +107,10 @@ class Membership:
     def live(self, now: MonoMs) -> list[Member]:
         return [member for member in self.all() if member.live(now)]
 
+    def num_known_learners(self) -> int:
+        """Those who train, and those who did when they were last heard of; whoever said Goodbye is not one."""
+        return sum(member.trains and not member.said_goodbye for member in self._members.values())
+
     def hello(self, peer: PeerId, boot: BootId, hello: Hello, now: MonoMs) -> Member:
         """Admit a peer, or take it back. The same Hello twice changes nothing."""
         known = self._members.get(peer)
@@ -98,7 +119,7 @@ class Membership:
             host = hello.host[:HOST_CHARACTERS_MAX]
             known = Member(peer, boot, host, hello.trains, hello.address, True, now, allotment=allotment)
             self._members[peer] = known
-        known.connected, known.gone_at, known.heard_at = True, None, now
+        known.connected, known.gone_at, known.heard_at, known.said_goodbye = True, None, now, False
         known.address = hello.address
         known.step, known.tokens = max(known.step, hello.step), max(known.tokens, hello.tokens)
         if known.trains:
@@ -129,6 +150,7 @@ class Membership:
     def left(self, peer: PeerId, now: MonoMs) -> None:
         """It said Goodbye: its share is free at once."""
         self.disconnected(peer, now)
+        self._members[peer].said_goodbye = True
         self._give_back(peer)
 
     def forget_away(self, now: MonoMs) -> list[PeerId]:

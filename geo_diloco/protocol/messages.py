@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, RunId, Seq, Term, Version
+from geo_diloco.protocol.election.ballots import Ballot, Elector, Opened, SignedVote
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,13 @@ class Found:
     layout_digest: Digest
     num_elements: tuple[int, ...]
     """Elements per fragment, N_p."""
-    roster: tuple[PeerId, ...]
+    roster: tuple[Elector, ...]
+    """The founder alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Open:
-    """First entry of a term: who serves it."""
+    """First entry of a term: who serves it, and who voted for that."""
 
     kind: Literal["open"] = "open"
     header: EntryHeader
@@ -65,6 +67,17 @@ class Open:
     boot: BootId
     address: str
     """`host:port` of the syncer's HTTP side."""
+    votes: tuple[SignedVote, ...]
+    """Of a majority of the roster in force: the proof that learners and electors check."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RosterChange:
+    """Who is elector from here on."""
+
+    kind: Literal["roster"] = "roster"
+    header: EntryHeader
+    roster: tuple[Elector, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +166,7 @@ class Finished:
     tokens_total: int
 
 
-Entry = Found | Open | Commit | Record | Finished
+Entry = Found | Open | RosterChange | Commit | Record | Finished
 
 
 # ---- control messages ------------------------------------------------------------------------------------------
@@ -218,17 +231,6 @@ class Welcome:
     """No inner step up to here may be used again."""
     allotment: Allotment | None
     """None for a peer that does not train."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refuse:
-    """Why something was refused. `reason` is a stable word, `detail` is for people."""
-
-    kind: Literal["refuse"] = "refuse"
-    reason: str
-    detail: str
-    term: Term
-    """The refuser's term: a peer behind it fetches the chain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,7 +313,17 @@ class Goodbye:
     reason: str
 
 
-Message = Hello | Welcome | Refuse | Progress | RoundOpen | Sampled | Contribution | Decision | Goodbye
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Durable:
+    """Syncer to everyone: a majority of the electors has the chain up to this entry on disk. Nothing later is folded
+    into anybody's Theta, so no syncer to come can take back what a learner has adopted."""
+
+    kind: Literal["durable"] = "durable"
+    seq: Seq
+    digest: Digest
+
+
+Message = Hello | Welcome | Progress | RoundOpen | Sampled | Contribution | Decision | Durable | Goodbye | Ballot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,3 +377,8 @@ class Snapshot:
     num_elements: tuple[int, ...]
     layout_digest: Digest
     progress: float
+    roster: tuple[Elector, ...]
+    """In force at `seq`."""
+    roster_seq: Seq
+    opened: Opened
+    """Who serves `term`."""

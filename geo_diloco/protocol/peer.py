@@ -1,40 +1,40 @@
 """One peer as one state machine: `handle(event, now) -> effects`, one `deadline`, `check_invariants()`.
 
-It routes: chain events to the follower, messages to the learner or the syncer, and it keeps what all roles share:
-term and branch fencing, leaving, finishing. Lower terms are refused with our term; a higher one makes us fetch the
-chain, whose `open` entry alone raises the term. No I/O, no clock, no randomness: the same events give the same
-effects, which is what `replay` proves.
+It routes: what is of the chain to `chain`, ballots to the election in it, messages to the learner (`session`) or to the
+syncer of the term that this peer serves (`serving`). What all roles share is here: fencing by branch and term, leaving,
+finishing. No I/O, no clock, no randomness: the same events give the same effects, which
+is what `replay` proves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import typing
 from typing import Literal
 
-from geo_diloco.manifest import WIRE_VERSION, BootId, Digest, MonoMs, PeerId, RunId, RunRules
-from geo_diloco.protocol.effects import (
-    CloseConnection,
-    Effect,
-    Note,
-    ReadyToLeave,
-    RefusedForGood,
-    RunFinished,
-    Send,
-)
+from geo_diloco.manifest import BootId, Digest, MonoMs, PeerId, RunId, RunRules
+from geo_diloco.protocol.chain import Chain, Outcome, SyncerChanged
+from geo_diloco.protocol.effects import Effect, Note, ReadyToLeave, RunFinished, Send
+from geo_diloco.protocol.election.ballots import Ballot, Refuse
+from geo_diloco.protocol.election.machine import Election
+from geo_diloco.protocol.election.polls import Heard, SealOpen
 from geo_diloco.protocol.events import (
     Adopted,
     Applied,
     ApplyFailed,
     BlobArrived,
+    ChainLoaded,
     Connected,
     ContributionChecked,
     DeltaEncoded,
     Disconnected,
     EntryArrived,
+    EntryLost,
+    EntryStored,
     Evaluated,
     Event,
     FoundRun,
     FragmentReplaced,
+    HandoverAsked,
     Merged,
     MergeFailed,
     Received,
@@ -42,56 +42,39 @@ from geo_diloco.protocol.events import (
     SampleTaken,
     Saved,
     Sealed,
-    Serve,
+    Sighted,
+    SnapshotKept,
     SnapshotLoaded,
     StepDone,
     StopRequested,
     Tick,
-    UpdateFetched,
     UpdateLost,
     UploadDone,
     UploadFailed,
+    VotePersisted,
 )
-from geo_diloco.protocol.follow import Follower, Step
+from geo_diloco.protocol.fold import Step
 from geo_diloco.protocol.learner import Learner
-from geo_diloco.protocol.ledger import NO_SEQ, Ledger
-from geo_diloco.protocol.messages import (
-    ContributionId,
-    Decision,
-    Goodbye,
-    Hello,
-    Message,
-    Open,
-    Refuse,
-    RoundOpen,
-    Welcome,
-)
-from geo_diloco.protocol.status import PeerStatus
+from geo_diloco.protocol.ledger import Ledger
+from geo_diloco.protocol.messages import ContributionId, Entry, Hello
+from geo_diloco.protocol.seat import HelloFacts, Seat, election_of
+from geo_diloco.protocol.serving import Order, Serving
+from geo_diloco.protocol.session import Session
+from geo_diloco.protocol.status import FragmentTokens, PeerStatus
 from geo_diloco.protocol.syncer import Syncer
 
-Role = Literal["syncer", "learner", "follower"]
+Role = Literal["learner", "follower"]
 
 LEAVE_MS = 1000
-"""How long a learner that leaves may still hand in what it sampled."""
-REFUSED_FOR_GOOD = frozenset({"layout", "wire", "token", "run"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HelloFacts:
-    """What this process says of itself in Hello."""
-
-    host: str = ""
-    software: str = ""
-    address: str = ""
-    proof: str = ""
+"""How long a learner that leaves may still hand in what it sampled, and a syncer may commit what it merged."""
+BALLOTS = typing.get_args(Ballot)
 
 
 class Peer:
     """The core of one process.
 
-    The first event is `FoundRun` (a founder), `EntryArrived` for the whole chain and then `Serve` (a founder that
-    resumes), or `SnapshotLoaded` followed by the entries after it (everyone else; a learner that resumes is given
-    `Resumed` right after `SnapshotLoaded`).
+    The first event is `FoundRun` (a founder's first start), or `SnapshotLoaded`, the entries after it that lie on this
+    disk (with `whole_chain`: from `found` on) and `ChainLoaded`. A learner that resumes is given `Resumed` then.
     """
 
     def __init__(
@@ -104,256 +87,221 @@ class Peer:
         run: RunId,
         layout_digest: Digest,
         hello: HelloFacts | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self.peer = peer
         self.boot = boot
         self.role: Role = role
-        self.ledger = Ledger(founder=rules.founder)
-        self._run = run
-        self._layout_digest = layout_digest
-        self._facts = hello or HelloFacts()
-        self._follower = Follower(self.ledger)
+        seat, facts = seat or Seat(), hello or HelloFacts()
+        self._chain = Chain(election_of(peer, boot, rules, seat, facts.address), self._on_folded)
         self._learner = Learner(peer, rules, self.ledger) if role == "learner" else None
-        address = self._facts.address
-        self._syncer = Syncer(peer, boot, rules, run, self.ledger, address=address) if role == "syncer" else None
-        self._connected: PeerId | None = None
-        self._welcomed = False
+        self._session = Session(facts, layout_digest, self._chain, self._learner)
+        self._serving = Serving(peer, boot, run, rules, self._chain, address=facts.address)
         self._leaving_until: MonoMs | None = None
         self._told_finished = False
         self._ready_to_leave = False
 
     @property
+    def ledger(self) -> Ledger:
+        """Of what is durable."""
+        return self._chain.ledger
+
+    @property
+    def election(self) -> Election:
+        return self._chain.election
+
+    @property
+    def _syncer(self) -> Syncer | None:
+        return self._serving.syncer
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is syncer, of a term that is durable."""
+        return self._syncer is not None and self._syncer.serving
+
+    @property
+    def seeks(self) -> bool:
+        """Whether it wants a connection to the syncer: it is not syncer itself, and the run goes on."""
+        return self._syncer is None and not self._ready_to_leave
+
+    def state_ledger(self) -> Ledger | None:
+        """The ledger that the outer state stands at exactly; none while it is between two. A syncer's may not be
+        durable yet: a snapshot made of it is handed out when `ledger` has got there. It does not go beyond the end of
+        a run: that it is finished is for whoever loads a snapshot to hear from the chain."""
+        if self._serving.being_sealed is not None:
+            return None
+        if self.serves:
+            assert self._syncer is not None
+            ledger = self._syncer.ledger
+        elif self._chain.fold.is_level:
+            ledger = self.ledger
+        else:
+            return None
+        return ledger.before_the_end or ledger
+
+    @property
     def deadline(self) -> MonoMs | None:
         """Give `Tick` by then."""
-        waits = [self._leaving_until, self._syncer.deadline if self._syncer is not None else None]
+        waits = [self._leaving_until, self._session.deadline, self.election.deadline]
+        if self._syncer is not None:
+            waits.append(self._syncer.deadline)
         known = [wait for wait in waits if wait is not None]
         return min(known) if known else None
 
     def handle(self, event: Event, now: MonoMs) -> list[Effect]:
-        effects = self._route(event, now)
-        if self._syncer is not None:
-            effects += self._syncer.advance(now)
-        return effects + self._finish() + self._leave(now)
+        effects = self._carry_out(self._route(event, now), now)
+        effects += self._carry_out(self._serving.advance(now), now)
+        return effects + self._session.advance(now) + self._finish() + self._leave(now)
 
     # -- routing --------------------------------------------------------------------------------------------------
 
-    def _route(self, event: Event, now: MonoMs) -> list[Effect]:
+    def _route(self, event: Event, now: MonoMs) -> Outcome:
+        chain = self._chain
         match event:
-            case Tick():
-                return []
+            case FoundRun():
+                self._serving.founding = event
+                return chain.found(event, now)
             case EntryArrived():
-                return self._entry_arrived(event)
+                self._serving.heard_of(event.entry, now)
+                return chain.arrived(event, now)
+            case EntryStored():
+                return chain.stored(event, now)
+            case UpdateLost():
+                return chain.update_lost(event)
+            case Applied():
+                return chain.applied(event)
+            case ApplyFailed():
+                return chain.apply_failed(event)
+            case FragmentReplaced():
+                return chain.replaced(event)
+            case Tick() | VotePersisted() | Sighted() | EntryLost():
+                return chain.poll(event, now)
+            case HandoverAsked():
+                return self._serving.hand_over(event)
+            case SnapshotKept():
+                chain.kept(event)
+                return []
             case SnapshotLoaded():
                 return self._snapshot_loaded(event)
+            case ChainLoaded():
+                self._serving.quiet_since(MonoMs(now - event.away_ms))
+                return chain.loaded(now)
+            case _:
+                return [*self._route_more(event, now)]
+
+    def _route_more(self, event: Event, now: MonoMs) -> Outcome:
+        match event:
             case Connected():
-                return self._on_connected(event)
+                return [*self._session.connected(event.peer, now)] if event.seeking and self._syncer is None else []
             case Disconnected():
-                return self._on_disconnected(event, now)
+                return [*self._on_disconnected(event, now)]
             case Received():
                 return self._received(event, now)
             case StopRequested():
                 return self._stop_requested(now)
-            case UpdateFetched():
-                return self._follower.update_fetched(event)
-            case UpdateLost():
-                return self._follower.update_lost(event)
-            case ApplyFailed():
-                return self._follower.apply_failed(event)
-            case Applied():
-                return self._reached(*self._follower.applied(event))
-            case FragmentReplaced():
-                return self._reached(*self._follower.replaced(event))
-            case FoundRun() | Serve() | Sealed() | BlobArrived() | ContributionChecked():
-                return [] if self._syncer is None else self._syncer.handle(event, now)
-            case Merged() | MergeFailed() | Evaluated():
-                return [] if self._syncer is None else self._syncer.handle(event, now)
+            case Sealed():
+                return self._serving.sealed(event, now)
+            case BlobArrived() | ContributionChecked() | Merged() | MergeFailed() | Evaluated():
+                return [] if self._syncer is None else [*self._syncer.handle(event, now)]
             case _:
-                return self._learner_event(event, now)
+                return [] if self._learner is None else [*_learner_event(self._learner, event, now)]
 
-    def _learner_event(self, event: Event, now: MonoMs) -> list[Effect]:
-        learner = self._learner
-        if learner is None:
-            return []
-        match event:
-            case Resumed():
-                return learner.resumed(event)
-            case StepDone():
-                return learner.step_done(event, now)
-            case SampleTaken():
-                return learner.sample_taken(event)
-            case DeltaEncoded():
-                return learner.delta_encoded(event)
-            case UploadDone():
-                return learner.upload_done(event)
-            case UploadFailed():
-                return learner.upload_failed(event)
-            case Adopted():
-                return learner.adopted(event)
-            case Saved():
-                return learner.saved(event)
-            case _:
-                raise AssertionError(f"unrouted event {event!r}")
-
-    # -- chain ----------------------------------------------------------------------------------------------------
-
-    def _snapshot_loaded(self, event: SnapshotLoaded) -> list[Effect]:
-        if self.ledger.seq != NO_SEQ:
+    def _snapshot_loaded(self, event: SnapshotLoaded) -> Outcome:
+        if self._chain.began:
             return [Note("chain", "a second snapshot is ignored", "warning")]
-        self.ledger.load(event)
-        self._follower.start()
+        self._chain.load(event)
         if self._learner is not None:
             self._learner.start()
         return []
 
-    def _entry_arrived(self, event: EntryArrived) -> list[Effect]:
-        if self._syncer is not None:
-            return self._syncer.load_entry(event)
-        term = self.ledger.term
-        taken, effects = self._follower.entry_arrived(event)
+    def _on_folded(self, entry: Entry) -> None:
         if self._learner is not None:
-            for entry in taken:
-                self._learner.entry_taken(entry)
-        if self.ledger.term > term and any(isinstance(entry, Open) for entry in taken):
-            effects += self._say_hello()
+            self._learner.entry_taken(entry)
+
+    def _carry_out(self, outcome: Outcome, now: MonoMs) -> list[Effect]:
+        effects: list[Effect] = []
+        for item in outcome:
+            if isinstance(item, Step):
+                effects += [] if self._learner is None else self._learner.reached(item)
+            elif isinstance(item, SyncerChanged):
+                effects += [] if item.peer == self.peer else self._session.syncer_changed(item, now)
+            elif isinstance(item, Order):
+                effects += self._serving.heed(item)
+                if isinstance(item, SealOpen):
+                    effects += self._session.close("elected")
+            else:
+                effects.append(item)
         return effects
 
-    def _reached(self, step: Step | None, effects: list[Effect]) -> list[Effect]:
-        if step is None or self._learner is None:
-            return effects
-        return self._learner.reached(step) + effects
-
     # -- connections ----------------------------------------------------------------------------------------------
-
-    def _on_connected(self, event: Connected) -> list[Effect]:
-        if self._syncer is not None:
-            return []
-        self._connected, self._welcomed = event.peer, False
-        if self._learner is not None:
-            self._learner.disconnected()
-        return self._say_hello()
 
     def _on_disconnected(self, event: Disconnected, now: MonoMs) -> list[Effect]:
         if self._syncer is not None:
             return self._syncer.disconnected(event.peer, now)
-        if self._connected == event.peer:
-            self._connected, self._welcomed = None, False
-            if self._learner is not None:
-                self._learner.disconnected()
+        if self._session.syncer == event.peer:
+            self._session.disconnected()
         return []
-
-    def _say_hello(self) -> list[Effect]:
-        if self._connected is None or self._welcomed:
-            return []
-        learner = self._learner
-        hello = Hello(
-            wire_version=WIRE_VERSION,
-            layout_digest=self._layout_digest,
-            trains=learner is not None,
-            host=self._facts.host,
-            software=self._facts.software,
-            address=self._facts.address,
-            step=0 if learner is None else learner.step,
-            tokens=0 if learner is None else learner.tokens,
-            head_seq=self.ledger.seq,
-            undecided=() if learner is None else learner.undecided_ids(),
-            proof=self._facts.proof,
-            holds=None if learner is None else learner.holds(),
-        )
-        return [self._send(self._connected, hello)]
-
-    def _send(self, to: PeerId, message: Message) -> Send:
-        return Send(to, self.ledger.branch, self.ledger.term, message)
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _received(self, event: Received, now: MonoMs) -> list[Effect]:
-        if isinstance(event.message, Refuse):
-            return self._refused(event.sender, event.message)
-        if event.branch != self.ledger.branch:
-            detail = f"branch {event.branch[:12]}, here {self.ledger.branch[:12]}"
-            return [self._refuse(event.sender, "branch", detail)]
-        if event.term < self.ledger.term:
-            detail = f"term {event.term} is over, this is term {self.ledger.term}"
-            return [self._refuse(event.sender, "term", detail)]
-        if event.term > self.ledger.term:
-            return [] if self._syncer is not None else [self._follower.ask_again()]
+    def _received(self, event: Received, now: MonoMs) -> Outcome:
+        if isinstance(event.message, BALLOTS):
+            refuses = isinstance(event.message, Refuse) and self._syncer is None
+            refused = self._session.refused(event.sender, event.message, now) if refuses else []
+            heard = Heard(event.sender, event.branch, event.term, event.boot, event.message, event.evidence)
+            return [*refused, *self._chain.poll(heard, now)]
+        chain = self._chain
+        if chain.began and event.branch != chain.branch:
+            return [self._refuse(event.sender, "branch", f"branch {event.branch[:12]}, here {chain.branch[:12]}")]
+        if isinstance(event.message, Hello) and self._syncer is None:
+            return [self._refuse(event.sender, "not_serving", "this peer is not syncer")]
+        if event.term < chain.term:
+            return [self._refuse(event.sender, "term", f"term {event.term} is over, this is term {chain.term}")]
+        if event.term > chain.term and self._syncer is None:
+            return [chain.ask_again()]
+        if event.term > chain.term:
+            return [self._refuse(event.sender, "not_serving", f"term {event.term} is known there, {chain.term} here")]
         if self._syncer is not None:
-            return self._syncer.received(event, now)
-        return self._from_syncer(event)
+            return [*self._syncer.received(event, now)]
+        return self._session.heard(event)
 
     def _refuse(self, to: PeerId, reason: str, detail: str) -> Send:
-        return self._send(to, Refuse(reason=reason, detail=detail, term=self.ledger.term))
-
-    def _refused(self, sender: PeerId, refuse: Refuse) -> list[Effect]:
-        if self._syncer is not None or sender != self._connected or sender != self.ledger.founder:
-            return []
-        if refuse.reason in REFUSED_FOR_GOOD:
-            return [RefusedForGood(f"{refuse.reason}: {refuse.detail}")]
-        note = Note("refused", f"{refuse.reason}: {refuse.detail}", "warning")
-        if refuse.reason == "hello":
-            self._welcomed = False
-            return [note, *self._say_hello()]
-        return [note, self._follower.ask_again()]
-
-    def _from_syncer(self, event: Received) -> list[Effect]:
-        if event.sender != self._connected or event.sender != self.ledger.founder:
-            return []
-        learner, message = self._learner, event.message
-        match message:
-            case Welcome():
-                self._welcomed = True
-                effects: list[Effect] = []
-                if message.head_seq > self.ledger.seq:
-                    effects.append(self._follower.ask_again())
-                return effects + ([] if learner is None else learner.welcomed(event.sender, message))
-            case RoundOpen():
-                return [] if learner is None else learner.round_open(message)
-            case Decision():
-                return [] if learner is None else learner.decision(message)
-            case _:
-                return [Note("message", f"{message.kind} is not for a {self.role}", "warning")]
+        chain = self._chain
+        return Send(to, chain.branch, chain.term, Refuse(reason=reason, detail=detail, term=chain.term))
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _finish(self) -> list[Effect]:
-        if self._told_finished or self.ledger.finished is None or self._follower.pending():
+        if self._told_finished or self.ledger.finished is None or self._chain.fold.pending():
             return []
         if self._syncer is not None and not self._syncer.idle():
             return []
         self._told_finished = True
         return [RunFinished(self.ledger.finished)]
 
-    def _stop_requested(self, now: MonoMs) -> list[Effect]:
-        if self._leaving_until is None:
-            self._leaving_until = MonoMs(now + LEAVE_MS)
-            if self._syncer is not None:
-                self._syncer.stop()
-        return []
+    def _stop_requested(self, now: MonoMs) -> Outcome:
+        """A syncer hands over first, if there is somebody to hand over to."""
+        if self._leaving_until is not None or self._ready_to_leave:
+            return []
+        self._leaving_until, self._serving.leaves = MonoMs(now + LEAVE_MS), True
+        return [] if self._syncer is None else self._serving.hand_over(HandoverAsked(None))
 
     def _leave(self, now: MonoMs) -> list[Effect]:
         """Leave as soon as nothing is in the way, at the latest when time is up."""
         if self._leaving_until is None or self._ready_to_leave:
             return []
         busy = self._learner.handing_in() if self._learner is not None else False
-        if self._syncer is not None:
-            busy = not self._syncer.idle()
-        if busy and now < self._leaving_until:
+        if (busy or self._serving.is_busy(now)) and now < self._leaving_until:
             return []
         self._ready_to_leave, self._leaving_until = True, None
-        goodbye: list[Effect] = []
-        if self._connected is not None:
-            goodbye = [
-                self._send(self._connected, Goodbye(reason="leaving")),
-                CloseConnection(self._connected, "leaving"),
-            ]
-        return [*goodbye, ReadyToLeave()]
+        return [*self._session.leave(), ReadyToLeave()]
 
     # -- for people and tests -------------------------------------------------------------------------------------
 
     def status(self, now: MonoMs) -> PeerStatus:
         ledger = self.ledger
         return PeerStatus(
-            role=self.role,
+            role="syncer" if self._syncer is not None else self.role,
             branch=ledger.branch,
             term=ledger.term,
             seq=ledger.seq,
@@ -366,8 +314,13 @@ class Peer:
             learners=() if self._syncer is None else self._syncer.learner_status(now),
             rounds=() if self._syncer is None else self._syncer.round_status(),
             waiting=() if self._syncer is None else self._syncer.waiting(now),
-            tokens=() if self._learner is None else self._learner.fragment_tokens(),
+            tokens=self.tokens(),
+            election=self.election.status(now),
         )
+
+    def tokens(self) -> tuple[FragmentTokens, ...]:
+        """A learner's books, per fragment."""
+        return () if self._learner is None else self._learner.fragment_tokens()
 
     def undecided(self) -> tuple[ContributionId, ...]:
         """A learner's own contributions that are neither merged nor refused, as far as it knows."""
@@ -383,5 +336,28 @@ class Peer:
         for account in self._learner.accounts if self._learner is not None else []:
             assert account.unmerged >= account.restored >= 0, account
             assert account.undecided is None or account.undecided.tokens >= 0, account
+        self.election.check_invariants()
         if self._syncer is not None:
             self._syncer.check_invariants()
+
+
+def _learner_event(learner: Learner, event: Event, now: MonoMs) -> list[Effect]:
+    match event:
+        case Resumed():
+            return learner.resumed(event)
+        case StepDone():
+            return learner.step_done(event, now)
+        case SampleTaken():
+            return learner.sample_taken(event)
+        case DeltaEncoded():
+            return learner.delta_encoded(event)
+        case UploadDone():
+            return learner.upload_done(event)
+        case UploadFailed():
+            return learner.upload_failed(event)
+        case Adopted():
+            return learner.adopted(event)
+        case Saved():
+            return learner.saved(event)
+        case _:
+            raise AssertionError(f"unrouted event {event!r}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from geo_diloco.manifest import Digest, FragmentId, MonoMs, PeerId, SyncSpec, Version
+from geo_diloco.manifest import Digest, FragmentId, MonoMs, OuterSpec, PeerId, SyncSpec, Version
 from geo_diloco.protocol.effects import (
     MergeInput,
 )
+from geo_diloco.protocol.events import Merged
 from geo_diloco.protocol.holdings import Held
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Member
-from geo_diloco.protocol.messages import LeftOut, Participant
+from geo_diloco.protocol.messages import Commit, EntryHeader, LeftOut, Participant
 from geo_diloco.protocol.plausibility import Counted
 from geo_diloco.protocol.quorum import RoundFacts
 
@@ -190,6 +191,41 @@ def participants(closing: Closing) -> tuple[Participant, ...]:
             norm=counted.norm,
         )
         for item, counted in zip(closing.taken, closing.counted, strict=True)
+    )
+
+
+def participants_of(round_: Round) -> tuple[Participant, ...]:
+    """Of a round that is being merged."""
+    assert round_.closing is not None
+    return participants(round_.closing)
+
+
+def commit_of(
+    round_: Round, merged: Merged, header: EntryHeader, *, outer: OuterSpec, tokens_total: int, progress: float
+) -> Commit:
+    """The entry of a round that was merged."""
+    closing = round_.closing
+    assert closing is not None
+    return Commit(
+        header=header,
+        fragment=round_.fragment,
+        version=Version(round_.version + 1),
+        round=round_.number,
+        attempt=round_.attempt,
+        update=merged.update,
+        state_digest=merged.state_digest,
+        momentum_digest=merged.momentum_digest,
+        eta=outer.eta,
+        mu=outer.mu,
+        participants=participants(closing),
+        left_out=closing.left_out,
+        quorum_wait_ms=closing.quorum_wait_ms,
+        grace_ms=closing.grace_ms,
+        close_reason=closing.reason,
+        rbar=merged.rbar,
+        rho=merged.rho,
+        tokens_total=tokens_total,
+        progress=progress,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from geo_diloco.manifest import BranchId, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.protocol.election.status import ElectionStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,3 +79,4 @@ class PeerStatus:
     rounds: tuple[RoundStatus, ...] = ()
     waiting: tuple[Waiting, ...] = ()
     tokens: tuple[FragmentTokens, ...] = ()
+    election: ElectionStatus | None = None

@@ -1,4 +1,7 @@
-"""What the syncer decides: which rounds are open, when each closes, what is committed, when the run is over.
+"""What a syncer decides in its term: which rounds are open, when each closes, what is committed, when the run is over.
+
+An object is one term's service and is thrown away with it. Its ledger runs ahead of the durable one, up to the newest
+entry of the term; what may be sealed is the election's word (`gate`).
 
 Every event is followed by `advance`, which looks at everything once: open what is due, close what may close, measure,
 wind up, seal the next entry. Merging and sealing are asked for and answered by events, so rounds of other fragments
@@ -8,12 +11,12 @@ go on meanwhile; entries are sealed one at a time, because each names the one be
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from geo_diloco.manifest import WIRE_VERSION, BootId, FragmentId, MonoMs, PeerId, RunId, RunRules, Term, Version
+from geo_diloco.manifest import WIRE_VERSION, BootId, FragmentId, MonoMs, PeerId, RunId, RunRules, Seq, Term, Version
 from geo_diloco.protocol.crediting import Crediting
 from geo_diloco.protocol.effects import (
-    Announce,
     CloseConnection,
     Effect,
     Evaluate,
@@ -21,10 +24,10 @@ from geo_diloco.protocol.effects import (
     Note,
     Send,
 )
+from geo_diloco.protocol.election.ballots import Refuse, Roster, SignedVote
 from geo_diloco.protocol.events import (
     BlobArrived,
     ContributionChecked,
-    EntryArrived,
     Evaluated,
     Event,
     FoundRun,
@@ -32,7 +35,6 @@ from geo_diloco.protocol.events import (
     MergeFailed,
     Received,
     Sealed,
-    Serve,
 )
 from geo_diloco.protocol.holdings import Held, Holdings
 from geo_diloco.protocol.ledger import Ledger
@@ -41,6 +43,7 @@ from geo_diloco.protocol.membership import Membership, moving_average
 from geo_diloco.protocol.messages import (
     Commit,
     Contribution,
+    Durable,
     Entry,
     EntryHeader,
     Finished,
@@ -51,7 +54,7 @@ from geo_diloco.protocol.messages import (
     Open,
     Progress,
     Record,
-    Refuse,
+    RosterChange,
     RoundOpen,
     Sampled,
     Welcome,
@@ -61,13 +64,14 @@ from geo_diloco.protocol.rounds import (
     Estimates,
     Round,
     close_round,
+    commit_of,
     merge_inputs,
     merged_or_merging,
-    participants,
+    participants_of,
     round_facts,
 )
 from geo_diloco.protocol.schedule import MICRO, InnerClock, first_due_steps
-from geo_diloco.protocol.sealing import Draft, Sealing
+from geo_diloco.protocol.sealing import Make, Sealing, always
 from geo_diloco.protocol.status import LearnerStatus, RoundStatus, Waiting
 from geo_diloco.protocol.winding import StopRule
 
@@ -75,16 +79,26 @@ MERGE_RETRY_MS = 1000
 ROUNDS_REMEMBERED = 12
 
 
-class Syncer:
-    """The syncer's part of a peer."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Office:
+    """Whose term it is."""
 
-    def __init__(
-        self, peer: PeerId, boot: BootId, rules: RunRules, run: RunId, ledger: Ledger, *, address: str = ""
-    ) -> None:
-        self._peer, self._boot, self._rules, self._run = peer, boot, rules, run
+    peer: PeerId
+    boot: BootId
+    run: RunId
+    term: Term
+    address: str
+    gate: Callable[[bool], str | None]
+    """Why no entry may be appended now (given True: no roster change); none if one may, and then it will be."""
+
+
+class Syncer:
+    """The syncer's part of a peer, for one term."""
+
+    def __init__(self, office: Office, rules: RunRules, ledger: Ledger) -> None:
+        self._office, self._rules = office, rules
         self._sync = rules.sync
         self._ledger = ledger
-        self._address = address
         self._membership = Membership(rules.sync, rules.num_shares)
         self._clock = InnerClock()
         self._estimates = Estimates()
@@ -93,8 +107,11 @@ class Syncer:
         self._next_due: list[int] = []
         self._round_number = 0
         self._remembered: deque[RoundStatus] = deque(maxlen=ROUNDS_REMEMBERED)
-        self._sealing = Sealing(run, ledger)
+        self._sealing = Sealing(office.run, office.term, ledger)
         self._serving = False
+        self._opened_seq = Seq(2**62)
+        self._durable: Durable | None = None
+        self._lonely_since: MonoMs | None = None
         self._crediting = Crediting(rules, ledger, self._membership)
         self._draining = False
         self._stop = StopRule(rules)
@@ -103,20 +120,26 @@ class Syncer:
 
     # -- start and end ----------------------------------------------------------------------------------------
 
+    @property
+    def term(self) -> Term:
+        return self._office.term
+
+    @property
+    def ledger(self) -> Ledger:
+        """Up to the newest entry of this term."""
+        return self._ledger
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
+    @property
+    def opened_seq(self) -> Seq:
+        """Of this term's `open`; before it is sealed, one that is not reached yet."""
+        return self._opened_seq
+
     def handle(self, event: Event, now: MonoMs) -> list[Effect]:
         match event:
-            case FoundRun():
-                self._sealing.draft(Term(1), self._found(event))
-                self._sealing.draft(Term(1), self._open)
-                return []
-            case Serve():
-                if self._ledger.finished is not None:
-                    return []
-                self._crediting.begin(away_ms=event.away_ms)
-                self._sealing.draft(Term(self._ledger.term + 1), self._open)
-                return []
-            case Sealed():
-                return self._sealed(event, now)
             case BlobArrived():
                 return self._holdings.arrived(event)
             case ContributionChecked():
@@ -130,19 +153,79 @@ class Syncer:
             case _:
                 raise AssertionError(f"unrouted event {event!r}")
 
-    def load_entry(self, event: EntryArrived) -> list[Effect]:
-        """Our own chain, read again after a restart."""
-        if self._serving or event.entry.header.seq <= self._ledger.seq:
-            return []
-        why_not = self._ledger.why_not(event.entry, event.signer)
-        if why_not is not None:
-            return [Note("chain", f"entry on disk refused: {why_not}", "error")]
-        self._ledger.apply(event.entry, event.digest)
-        return []
+    def found(self, event: FoundRun, roster: Roster) -> None:
+        """Draft the first entry of the run."""
+
+        def make(header: EntryHeader) -> Entry:
+            return Found(
+                header=header,
+                boot=self._office.boot,
+                state_digests=event.state_digests,
+                momentum_digests=event.momentum_digests,
+                layout_digest=event.layout_digest,
+                num_elements=event.num_elements,
+                roster=roster,
+            )
+
+        self._sealing.draft(make, always)
+
+    def open(self, votes: tuple[SignedVote, ...]) -> None:
+        """Draft the first entry of the term."""
+        office = self._office
+
+        def make(header: EntryHeader) -> Entry:
+            return Open(header=header, syncer=office.peer, boot=office.boot, address=office.address, votes=votes)
+
+        self._sealing.draft(make, always)
+
+    def change_roster(self, roster: Roster) -> None:
+        """Not sealed at once it is out of date: the election asks again."""
+
+        def make(header: EntryHeader) -> Entry:
+            return RosterChange(header=header, roster=roster)
+
+        if self._ledger.finished is None:
+            self._sealing.draft(make, lambda: self._office.gate(True), now_or_never=True)
+
+    def begin(self, now: MonoMs, *, away_ms: int) -> None:
+        """The term is open and durable, and all that came before is in the outer state: rounds may be opened, unless
+        the run is finished. Then this term only tells so, to whoever did not hear of it."""
+        self._serving = True
+        self._clock = InnerClock(at=now)
+        self._measuring.begin(now)
+        self._crediting.begin(away_ms=away_ms)
+        self._holdings.begin()
+        fragments = range(len(self._ledger.heads))
+        self._next_due = [first_due_steps(p, self._sync) * MICRO for p in fragments]
+
+    def end(self, reason: str) -> list[Effect]:
+        """The term is over: nobody waits here any more for what was announced, and learners look elsewhere."""
+        goodbye = [self._refuse(member.peer, "not_serving", reason) for member in self._membership.connected()]
+        return [*self._holdings.let_go_of_all(), *goodbye]
+
+    def is_lonely(self, now: MonoMs) -> bool:
+        """Too few learners are heard of here, though enough have been and none of those said Goodbye: they may train on
+        where somebody else is reached."""
+        patience_ms = 2 * round(self._rules.election.lease_seconds * 1000)
+        live = len(self._membership.live(now))
+        if not self._serving or live >= self._sync.quorum or live == self._membership.num_known_learners():
+            self._lonely_since = None
+            return False
+        if self._lonely_since is None:
+            self._lonely_since = now
+        return self._membership.num_known_learners() >= self._sync.quorum and now - self._lonely_since >= patience_ms
+
+    def tell_all(self, durable: Durable) -> list[Effect]:
+        self._durable = durable
+        return [self._send(member.peer, durable) for member in self._membership.connected()]
 
     def stop(self) -> None:
-        """This process leaves: nothing new is opened or closed, what is being merged is committed."""
+        """This process leaves or hands over: nothing new is opened or closed, what is being merged is committed."""
         self._draining = True
+
+    def resume(self) -> None:
+        """Nobody took over."""
+        self._draining = False
 
     def idle(self) -> bool:
         """Nothing is being merged, sealed or wound up."""
@@ -162,9 +245,12 @@ class Syncer:
             self._stop.look(self._ledger, now)
             if not self._draining:
                 effects += self._open_due(now) + self._close_due(now) + self._evaluate(now) + self._wind_up()
-        effects += self._sealing.next()
         self.deadline = self._next_deadline(now)
         return effects
+
+    def next_seal(self) -> list[Effect]:
+        """What to seal next, if nothing is being sealed."""
+        return self._sealing.next()
 
     def _next_deadline(self, now: MonoMs) -> MonoMs | None:
         if not self._serving or self._ledger.finished is not None or self._draining:
@@ -181,41 +267,17 @@ class Syncer:
 
     # -- sealing --------------------------------------------------------------------------------------------------
 
-    def _sealed(self, event: Sealed, now: MonoMs) -> list[Effect]:
-        entry = self._sealing.sealed(event, self._peer)
+    def _draft(self, make: Make) -> None:
+        self._sealing.draft(make, lambda: self._office.gate(False))
+
+    def sealed(self, event: Sealed, now: MonoMs) -> list[Effect]:
+        """An entry of this term is on disk, and the election has taken it in."""
+        entry = self._sealing.sealed(event)
         if entry is None:
             return [Note("seal", f"entry {event.seq} was not being sealed", "error")]
-        effects: list[Effect] = [Announce(event.seq)]
         if isinstance(entry, Open):
-            self._begin_service(now)
-        elif isinstance(entry, Commit):
-            effects += self._committed(entry, now)
-        return effects
-
-    def _found(self, event: FoundRun) -> Draft:
-        def draft(header: EntryHeader) -> Entry:
-            return Found(
-                header=header,
-                boot=self._boot,
-                state_digests=event.state_digests,
-                momentum_digests=event.momentum_digests,
-                layout_digest=event.layout_digest,
-                num_elements=event.num_elements,
-                roster=(self._peer,),
-            )
-
-        return draft
-
-    def _open(self, header: EntryHeader) -> Entry:
-        return Open(header=header, syncer=self._peer, boot=self._boot, address=self._address)
-
-    def _begin_service(self, now: MonoMs) -> None:
-        self._serving = True
-        self._clock = InnerClock(at=now)
-        self._measuring.begin(now)
-        fragments = range(len(self._ledger.heads))
-        self._holdings.begin()
-        self._next_due = [first_due_steps(p, self._sync) * MICRO for p in fragments]
+            self._opened_seq = entry.header.seq
+        return self._committed(entry, now) if isinstance(entry, Commit) else []
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -277,6 +339,8 @@ class Syncer:
             allotment=member.allotment,
         )
         effects.append(self._send(sender, welcome))
+        if self._durable is not None:
+            effects.append(self._send(sender, self._durable))
         if member.trains:
             open_rounds = [self._rounds[p] for p in sorted(self._rounds) if self._rounds[p].closing is None]
             effects += [self._send(sender, self._round_open(round_)) for round_ in open_rounds]
@@ -393,41 +457,19 @@ class Syncer:
     def _merged(self, event: Merged, now: MonoMs) -> list[Effect]:
         round_ = self._merging(event.fragment, event.round, event.attempt)
         if round_ is not None:
-            self._sealing.draft(self._ledger.term, self._commit(round_, event, now))
+            self._draft(self._commit(round_, event, now))
         return []
 
-    def _commit(self, round_: Round, merged: Merged, now: MonoMs) -> Draft:
-        closing = round_.closing
-        assert closing is not None
-        listed = participants(closing)
-
-        def draft(header: EntryHeader) -> Entry:
-            tokens_total = self._ledger.tokens_total(
-                round_.fragment, more=sum(participant.tokens_unmerged for participant in listed)
-            )
-            return Commit(
-                header=header,
-                fragment=round_.fragment,
-                version=Version(round_.version + 1),
-                round=round_.number,
-                attempt=round_.attempt,
-                update=merged.update,
-                state_digest=merged.state_digest,
-                momentum_digest=merged.momentum_digest,
-                eta=self._rules.outer.eta,
-                mu=self._rules.outer.mu,
-                participants=listed,
-                left_out=closing.left_out,
-                quorum_wait_ms=closing.quorum_wait_ms,
-                grace_ms=closing.grace_ms,
-                close_reason=closing.reason,
-                rbar=merged.rbar,
-                rho=merged.rho,
-                tokens_total=tokens_total,
-                progress=self._stop.progress(tokens_total, self._ledger.num_commits + 1, now),
+    def _commit(self, round_: Round, merged: Merged, now: MonoMs) -> Make:
+        def make(header: EntryHeader) -> Entry:
+            ledger, more = self._ledger, sum(each.tokens_unmerged for each in participants_of(round_))
+            tokens_total = ledger.tokens_total(round_.fragment, more=more)
+            progress = self._stop.progress(tokens_total, ledger.num_commits + 1, now)
+            return commit_of(
+                round_, merged, header, outer=self._rules.outer, tokens_total=tokens_total, progress=progress
             )
 
-        return draft
+        return make
 
     def _merge_failed(self, event: MergeFailed, now: MonoMs) -> list[Effect]:
         round_ = self._merging(event.fragment, event.round, event.attempt)
@@ -482,12 +524,9 @@ class Syncer:
 
     def _evaluated(self, event: Evaluated) -> list[Effect]:
         self._measuring.done()
-        if event.loss is not None:
-            loss = event.loss
-            self._sealing.draft(
-                self._ledger.term,
-                lambda header: Record(header=header, measured_seq=event.seq, heldout_loss=loss),
-            )
+        loss = event.loss
+        if loss is not None and self._ledger.finished is None:
+            self._draft(lambda header: Record(header=header, measured_seq=event.seq, heldout_loss=loss))
         return []
 
     def _wind_up(self) -> list[Effect]:
@@ -497,30 +536,13 @@ class Syncer:
             return []
         self._rounds.clear()
         tokens_total = self._ledger.tokens_total()
-        self._sealing.draft(
-            self._ledger.term, lambda header: Finished(header=header, reason=reason, tokens_total=tokens_total)
-        )
+        self._draft(lambda header: Finished(header=header, reason=reason, tokens_total=tokens_total))
         return []
 
     # -- for people -----------------------------------------------------------------------------------------------
 
     def learner_status(self, now: MonoMs) -> tuple[LearnerStatus, ...]:
-        return tuple(
-            LearnerStatus(
-                peer=member.peer,
-                host=member.host,
-                connected=member.connected,
-                step=member.step,
-                tokens=member.tokens,
-                step_time_us=member.step_time_us,
-                loss=member.loss,
-                upload_bytes_per_s=member.upload_bytes_per_s,
-                share=None if member.allotment is None else member.allotment.share,
-                doing=self._doing(member.peer, now),
-            )
-            for member in self._membership.all()
-            if member.trains
-        )
+        return tuple(member.status(self._doing(member.peer, now)) for member in self._membership.all() if member.trains)
 
     def _doing(self, peer: PeerId, now: MonoMs) -> str:
         member = self._membership[peer]
@@ -546,7 +568,7 @@ class Syncer:
     def _why_waiting(self, fragment: FragmentId, now: MonoMs) -> str:
         round_ = self._rounds.get(fragment)
         if round_ is not None and round_.closing is not None:
-            return "merging"
+            return self._sealing.held_up or "merging"
         if self._draining or not self._serving:
             return "leaving" if self._draining else "this term is not open yet"
         if self._stop.reason is not None:

@@ -21,7 +21,8 @@ import aiohttp
 from aiohttp import WSMsgType, web
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
-from geo_diloco.manifest import WIRE_VERSION, PeerId, RunId
+from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId
+from geo_diloco.protocol.election.ballots import Vote
 from geo_diloco.protocol.messages import Envelope
 from geo_diloco.runtime.door import Allowance
 from geo_diloco.runtime.identity import Identity, is_peer_id
@@ -48,6 +49,8 @@ _LOST = "connection lost"
 _TOO_SLOW = "too slow: it does not read what it is sent"
 _REASON_BYTES_MAX = 120
 _NONCE_HALF = re.compile(r"[0-9a-f]{32}")
+_PASS = '{{"proof":"{}"}}'
+_PASS_FORM = re.compile(r'\{"proof":"([0-9a-f]{64})"\}')
 
 _Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
@@ -55,8 +58,8 @@ _Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 class ControlLink:
     """One end of a control connection. For the event loop's thread.
 
-    Iterate it for what comes in: envelopes, verified, and (only at the dialing end) signed entries, which
-    `wire.open_entry` verifies. When the iteration ends the connection is over and `close_reason` says why.
+    Iterate it for what comes in: envelopes, verified, and signed entries, which `wire.open_entry` verifies. When the
+    iteration ends the connection is over and `close_reason` says why.
     """
 
     def __init__(
@@ -73,6 +76,10 @@ class ControlLink:
         """`allowance`: how fast the other end may talk."""
         self.nonce = nonce
         self.close_reason = ""
+        self.boot = BootId("")
+        """Process start at the other end, known with the first envelope."""
+        self.evidence = ""
+        """The envelope read last, as signed, if it is a vote."""
         self.is_refused = False
         """The other end says that this peer is not admitted: trying again does not help."""
         self._socket = socket
@@ -84,8 +91,10 @@ class ControlLink:
         self._allowance = allowance
         self._outgoing: deque[str] = deque()
         self._outgoing_bytes = 0
+        self.proof = ""
+        """Of the admission token, if the dialing end showed it before its first envelope."""
         self._wake = asyncio.Event()
-        self._is_closing = False
+        self._closing = asyncio.Event()
         self._close_code = CLOSE_LEAVING
         self._number_in = -1
         self._number_out = 0
@@ -97,7 +106,11 @@ class ControlLink:
 
     @property
     def is_closing(self) -> bool:
-        return self._is_closing
+        return self._closing.is_set()
+
+    async def wait_closing(self) -> None:
+        """Until it is about to end, for whatever reason."""
+        await self._closing.wait()
 
     def next_number(self) -> int:
         """For the next envelope to be sent."""
@@ -106,7 +119,7 @@ class ControlLink:
 
     def send(self, text: str) -> None:
         """Queue an envelope or a signed entry. Dropped once closing; a peer that doesn't keep up is let go."""
-        if self._is_closing:
+        if self.is_closing:
             return
         if len(self._outgoing) >= QUEUE_MESSAGES_MAX or self._outgoing_bytes + len(text) > QUEUE_BYTES_MAX:
             self._outgoing.clear()
@@ -117,10 +130,14 @@ class ControlLink:
         self._outgoing_bytes += len(text)
         self._wake.set()
 
+    def send_pass(self, proof: str) -> None:
+        """Show the admission token's proof, before anything else is said."""
+        self.send(_PASS.format(proof))
+
     def close(self, reason: str = "", *, code: int = CLOSE_LEAVING) -> None:
         """Close after what is queued was sent. Only the first reason counts."""
-        if not self._is_closing:
-            self._is_closing = True
+        if not self.is_closing:
+            self._closing.set()
             self._close_code = code
             self.close_reason = self.close_reason or reason or "closed"
             self._wake.set()
@@ -146,7 +163,7 @@ class ControlLink:
                     return None
                 if self._allowance is not None:
                     await self._allowance.take(len(message.data))
-                if item is not None and not self._is_closing:
+                if item is not None and not self.is_closing:
                     return item
             elif message.type is WSMsgType.CLOSE:
                 self._other_end_closed(message.data, message.extra)
@@ -160,8 +177,11 @@ class ControlLink:
 
     def _verify(self, text: str) -> Envelope | Signed | None:
         self._counters.control_in += len(text)
+        if self._peer is None and not self.proof and (shown := _PASS_FORM.fullmatch(text)):
+            self.proof = shown[1]
+            return None
         signed = Signed.from_line(text)
-        if signed.purpose == "entry" and self._is_dialing:
+        if signed.purpose == "entry" and self._peer is not None:
             return signed
         envelope = open_envelope(signed)
         if self._peer is not None and envelope.sender != self._peer:
@@ -173,7 +193,8 @@ class ControlLink:
         ):
             if said != wanted:
                 raise RemoteProtocolError(f"envelope for another {name}", peer=envelope.sender)
-        self._peer = envelope.sender
+        self._peer, self.boot = envelope.sender, envelope.boot
+        self.evidence = text if isinstance(envelope.message, Vote) else ""
         if envelope.number <= self._number_in:
             return None
         self._number_in = envelope.number
@@ -226,7 +247,7 @@ class ControlLink:
     async def _wait_outgoing(self) -> bool:
         """True when there is something to send, False when there is nothing and the link is closing."""
         while not self._outgoing:
-            if self._is_closing:
+            if self.is_closing:
                 return False
             self._wake.clear()
             await self._wake.wait()

@@ -22,9 +22,9 @@ from geo_diloco.runtime import records
 from geo_diloco.runtime.directory import DirectoryRules, Found, Greeting, OnStatus
 from geo_diloco.runtime.identity import Identity, verify
 from geo_diloco.runtime.p2pd import Daemon, DaemonOptions, StateFolder, unusable
-from geo_diloco.runtime.records import PeerRecord, maddr_of, syncer_of
+from geo_diloco.runtime.records import PeerRecord, by_claim, maddr_of
 
-__all__ = ["Directory", "PeerRecord", "maddr_of", "syncer_of"]
+__all__ = ["Directory", "PeerRecord", "by_claim", "maddr_of"]
 
 WAIT_S = 8.0
 """Longest time for one question to one DHT peer. hivemind's own 3 s lose most joins on a long, lossy link."""

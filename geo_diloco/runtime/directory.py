@@ -31,6 +31,8 @@ ASK_S = 30.0
 """Longest time for one question to the whole DHT."""
 RETRY_S = (1.0, 15.0)
 """Pause between attempts: doubles from the first to the second."""
+REMIND_S = 60.0
+"""How often bootstraps are greeted again: one that was away knows nobody, and so does whoever enters by it."""
 WITHDRAW_S = 0.6
 """What leaving may cost; the record of a peer that could not say so expires."""
 CLOCK_S = 1.0
@@ -121,6 +123,7 @@ class DirectoryRules:
         self._closed = False
         self._repairing = asyncio.Lock()
         self._published: dict[RunId, tuple[PeerRecord, float]] = {}
+        self._greeted_at = 0.0
 
     @property
     def visible_maddrs(self) -> list[str]:
@@ -156,6 +159,7 @@ class DirectoryRules:
         if record.peer != self._peer or record.run != run:
             raise LocalProtocolError("a directory record must be of this peer and of the run it is published under")
         await self._repair()
+        await self._remind()
         taken = await self._store(run, record)
         return taken and (bool(self.num_contacts) or not self._bootstraps)
 
@@ -208,10 +212,18 @@ class DirectoryRules:
             if self._bootstraps and not self.num_contacts:
                 await self._greet_all()
 
+    async def _remind(self) -> None:
+        """Two parts of a DHT that forgot each other find together again by whoever knows both."""
+        now = asyncio.get_running_loop().time()
+        if self._bootstraps and now - self._greeted_at >= REMIND_S:
+            self._greeted_at = now
+            await asyncio.gather(*(self._greet(maddr) for maddr in dict.fromkeys(self._bootstraps)))
+
     async def _greet_all(self, *, again: bool = False) -> bool:
         """Dials every bootstrap at once; true if at least one of them is now a contact."""
         if not self._overlay.is_alive:
             await self._overlay.open(as_client=self._is_client)
+        self._greeted_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             tasks = {maddr: group.create_task(self._greet(maddr)) for maddr in dict.fromkeys(self._bootstraps)}
         results = {maddr: task.result() for maddr, task in tasks.items()}

@@ -1,69 +1,173 @@
-"""The syncer as the donor of everything: entries, update blobs, snapshots. (Mirrors will be donors too.)
+"""Where a peer gets entries, update blobs and snapshots from: the syncer first, then whoever else can be reached.
 
-It also is the one place that knows where the syncer is: whoever needs the address waits here until somebody, the
-control connection or the directory, has found it.
+It also is the one place that knows where things are: addresses as the roster, the directory and the peers' own Hellos
+say them. Whoever needs the syncer's waits here until the control connection has found it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
-from geo_diloco.manifest import PeerId, RunId
-from geo_diloco.protocol.messages import BlobRef, Snapshot
-from geo_diloco.runtime.session import ByteCounters, Session, fetch_entries, fetch_snapshot
+from geo_diloco.manifest import PeerId
+from geo_diloco.protocol.messages import BlobRef
+from geo_diloco.runtime.session import ByteCounters, Session, TransferRefused, fetch_entries, fetch_snapshot
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.runtime.transfer import fetch_blob, upload_blob
-from geo_diloco.runtime.wire import Signed, open_snapshot, url_from_address
+from geo_diloco.runtime.wire import Signed, url_from_address
+
+KNOWN_MAX = 1024
+"""Addresses remembered of what peers say in Hello."""
 
 
-class SyncerDonor:
-    """Implements `following.Donor`, and uploads the other way."""
+class Donors:
+    """For the event loop's thread."""
 
-    def __init__(
-        self, session: Session, store: BlobStore, *, run: RunId, signer: PeerId, counters: ByteCounters
-    ) -> None:
+    def __init__(self, session: Session, store: BlobStore, *, own: PeerId, counters: ByteCounters) -> None:
         self._session = session
         self._store = store
-        self._run = run
-        self._signer = signer
+        self._own = own
         self._counters = counters
         self._url = ""
         self._is_known = asyncio.Event()
+        self._serving_url = ""
+        self._serving = asyncio.Event()
+        self._uploading: asyncio.Future[int] | None = None
+        self._said: dict[PeerId, str] = {}
+        self.roster_addresses: Callable[[], Sequence[tuple[PeerId, str]]] = lambda: ()
+        """The chain's word: whoever serves, then the electors that could."""
+        self.directory_addresses: Callable[[], Sequence[tuple[PeerId, str]]] = lambda: ()
+
+    # ---- places
 
     def found_at(self, base_url: str) -> None:
+        """Whom we take for the syncer: the chain may be fetched there."""
         self._url = base_url
         self._is_known.set()
 
+    def serves_at(self, base_url: str) -> None:
+        """It does serve: what waits to be handed in goes there, and what was on its way elsewhere is turned round."""
+        self._serving.set()
+        if base_url != self._serving_url:
+            self._serving_url = base_url
+            if self._uploading is not None:
+                self._uploading.cancel()
+
+    def lost(self) -> None:
+        """Nobody is known to serve. An upload that is under way goes on: it may be the link alone that broke."""
+        self._is_known.clear()
+        self._serving.clear()
+
     async def base_url(self) -> str:
-        """Waits until it is known."""
+        """The syncer's; waits until it is known."""
         await self._is_known.wait()
         return self._url
 
+    def says(self, peer: PeerId, address: str) -> None:
+        """A peer's own word, in Hello."""
+        self._said.pop(peer, None)
+        if address:
+            self._said[peer] = address
+        while len(self._said) > KNOWN_MAX:
+            del self._said[next(iter(self._said))]
+
+    def address_of(self, peer: PeerId) -> str:
+        """`host:port`; empty if that peer can't be dialed."""
+        for known in (self.directory_addresses(), self.roster_addresses(), tuple(self._said.items())):
+            for each, address in known:
+                if each == peer and address:
+                    return address
+        return ""
+
+    def url_of(self, peer: PeerId) -> str | None:
+        address = self.address_of(peer)
+        with suppress(RemoteProtocolError):
+            return url_from_address(address, peer=peer) if address else None
+        return None
+
+    def _others(self) -> list[str]:
+        """Everybody else whom the chain or the directory names."""
+        urls: dict[str, None] = {}
+        for peer, address in (*self.roster_addresses(), *self.directory_addresses()):
+            with suppress(RemoteProtocolError):
+                if peer != self._own and address:
+                    urls[url_from_address(address, peer=peer)] = None
+        return [url for url in urls if url != self._syncer]
+
+    @property
+    def _syncer(self) -> str:
+        """Its URL; empty while nobody is known to serve."""
+        return self._url if self._is_known.is_set() else ""
+
+    # ---- fetching
+
     async def entries(self, from_seq: int, limit: int) -> Sequence[Signed]:
-        url = await self.base_url()
-        return await fetch_entries(self._session, url, from_seq, limit=limit, counters=self._counters)
+        """From whoever is syncer. Raises TransferError if one try breaks off."""
+        return await fetch_entries(self._session, await self.base_url(), from_seq, limit=limit, counters=self._counters)
 
     async def blob(self, blob: BlobRef) -> None:
-        if not self._store.has(blob):
-            await fetch_blob(self._session, await self.base_url(), blob, self._store, counters=self._counters)
+        """Have it in the store. Waits until somebody is known who may have it.
 
-    async def snapshot(self) -> Snapshot:
-        return (await self.signed_snapshot())[1]
+        Raises TransferRefused if the syncer has no such blob and nobody else who answers has it, TransferError if it
+        may come later.
+        """
+        if not self._syncer and not self._others():
+            await self._is_known.wait()
+        syncer = self._syncer
+        refusal: TransferRefused | None = None
+        failure: TransferError | None = None
+        for url in [syncer, *self._others()] if syncer else self._others():
+            if self._store.has(blob):
+                return
+            try:
+                await fetch_blob(self._session, url, blob, self._store, counters=self._counters)
+                return
+            except TransferRefused as exc:
+                refusal = exc if url == syncer else refusal
+                failure = failure or TransferError(str(exc))
+            except TransferError as exc:
+                failure = failure or exc
+        if refusal is not None:
+            raise refusal
+        raise failure or TransferError("nobody is known who has it")
 
-    async def signed_snapshot(self) -> tuple[Signed, Snapshot]:
-        signed = await fetch_snapshot(self._session, await self.base_url(), counters=self._counters)
-        if signed is None:
-            raise TransferError("the syncer has no snapshot yet")
-        snapshot = open_snapshot(signed)
-        if signed.signer != self._signer or snapshot.run != self._run:
-            raise RemoteProtocolError("a snapshot that is not of this run's syncer", peer=signed.signer)
-        if not len(snapshot.heads) == len(snapshot.theta) == len(snapshot.momentum) == len(snapshot.num_elements):
-            raise RemoteProtocolError("a snapshot whose parts don't fit together", peer=signed.signer)
-        return signed, snapshot
+    async def signed_snapshots(self) -> list[Signed]:
+        """Newest of whoever answers, not verified; the syncer's first. Raises TransferError if there is none."""
+        found: list[Signed] = []
+        why = "nobody is known who has one"
+        for url in [await self.base_url(), *self._others()]:
+            try:
+                signed = await fetch_snapshot(self._session, url, counters=self._counters)
+            except (TransferError, RemoteProtocolError) as exc:
+                why = str(exc)
+                continue
+            if signed is not None:
+                found.append(signed)
+        if not found:
+            raise TransferError(f"no snapshot: {why}")
+        return found
+
+    # ---- giving
 
     async def upload(self, blob: BlobRef, collect_at: str) -> int:
-        """Push a blob to the collector, by default the syncer; bytes per second."""
-        url = url_from_address(collect_at) if collect_at else await self.base_url()
-        return await upload_blob(self._session, url, blob, self._store, counters=self._counters)
+        """Push a blob to the collector, by default the syncer; bytes per second. One at a time.
+
+        Raises TransferError also when another syncer is found meanwhile.
+        """
+        await self._serving.wait()
+        url = url_from_address(collect_at) if collect_at else self._serving_url
+        uploading = self._uploading = asyncio.ensure_future(self.push(blob, url))
+        try:
+            await asyncio.wait({uploading})
+        finally:
+            uploading.cancel()
+            self._uploading = None
+        if uploading.cancelled():
+            raise TransferError("another syncer serves now")
+        return uploading.result()
+
+    async def push(self, blob: BlobRef, url: str, *, ask_first: bool = False) -> int:
+        """`ask_first`: it may well be there already."""
+        return await upload_blob(self._session, url, blob, self._store, counters=self._counters, ask_first=ask_first)

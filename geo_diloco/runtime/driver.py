@@ -86,6 +86,7 @@ class Driver:
         self._jobs: set[asyncio.Task[None]] = set()
         self._closed = asyncio.Event()
         self._failure: BaseException | None = None
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     def interpret(self, interpreters: Mapping[type, Interpreter]) -> None:
         """Say who carries out which effects. Two for one effect is a mistake."""
@@ -127,6 +128,23 @@ class Driver:
             self._tape.effects(effects)
         for effect in effects:
             self._do(effect)
+        self._wake()
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Until it holds; looked at after every event. `holds` only looks."""
+        if holds():
+            return
+        waiting = holds, self._loop.create_future()
+        self._waiting.append(waiting)
+        try:
+            await waiting[1]
+        finally:
+            self._waiting.remove(waiting)
+
+    def _wake(self) -> None:
+        for holds, future in self._waiting:
+            if not future.done() and holds():
+                future.set_result(None)
 
     def _do(self, effect: Effect) -> None:
         interpreter = self._interpreters.get(type(effect))

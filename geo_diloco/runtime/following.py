@@ -1,8 +1,9 @@
-"""A follower's hands: fetches entries, updates and snapshots from the syncer, and folds updates into the outer state.
+"""The hands of a peer that keeps the chain: entries and updates onto its disk, and updates into the outer state.
 
 Fetches are tried for as long as the core wants them: a broken connection is waited out, and only the word of a syncer
-that has the chain and not the blob makes an update lost. Theta of every version that was reached is kept until the
-training thread has adopted it or a later one, so an adoption gets exactly the version it names.
+that has the chain and not the blob makes an update lost. An update may also be brought by an elector while we wait.
+Theta of every version that was reached is kept until the training thread has adopted it or a later one, so an adoption
+gets exactly the version it names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,29 +24,30 @@ from geo_diloco.errors import (
     FrameError,
     LocalProtocolError,
     RemoteProtocolError,
+    RunDirError,
     TransferError,
 )
-from geo_diloco.manifest import FragmentId, Version
+from geo_diloco.manifest import Digest, FragmentId, Version
+from geo_diloco.observability import EventLog
 from geo_diloco.protocol.effects import (
     ApplyUpdate,
     FetchEntries,
     FetchFragment,
-    FetchUpdate,
+    KeepEntry,
 )
 from geo_diloco.protocol.events import (
     Applied,
     ApplyFailed,
     EntryArrived,
+    EntryStored,
     FragmentReplaced,
-    UpdateFetched,
     UpdateLost,
 )
-from geo_diloco.protocol.messages import BlobRef, Snapshot
+from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.driver import Driver, Interpreter, Worker
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.session import TransferRefused
-from geo_diloco.runtime.snapshots import load_snapshot
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.runtime.wire import Signed
 
@@ -53,6 +56,7 @@ FETCHES_MAX = 4
 ENTRIES_PER_FETCH = 256
 BACKOFF_S = 0.2
 BACKOFF_S_MAX = 5.0
+DISK_RETRY_S = 1.0
 
 
 class Donor(Protocol):
@@ -61,10 +65,13 @@ class Donor(Protocol):
 
     async def entries(self, from_seq: int, limit: int) -> Sequence[Signed]: ...
     async def blob(self, blob: BlobRef) -> None:
-        """Have it in the store. Raises TransferRefused if the donor has no such blob."""
+        """Have it in the store. Raises TransferRefused if the donor has the chain and no such blob."""
 
-    async def snapshot(self) -> Snapshot:
-        """Verified and of this run."""
+
+class Replacing(Protocol):
+    """Brings a fragment to a version by other means than the next update (`replacing.py`)."""
+
+    async def replace(self, fragment: FragmentId, version: Version) -> FragmentReplaced: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +84,25 @@ class FollowingParts:
     chain: ChainCopy
     store: BlobStore
     donor: Donor
-    updates_bytes_max: int = 256 << 20
-    """Applied updates are kept up to this much, for replay."""
+    replacing: Replacing
+    log: EventLog
+    is_elector: bool = False
+    """Entries are synced before they count as stored."""
+    updates_bytes_max: int | None = 256 << 20
+    """Applied updates are kept up to this much, for replay and for others; all of them if none is given."""
 
 
 class Following:
-    """Interprets the effects of a peer that follows the chain."""
+    """Interprets what the core asks of everybody who keeps the chain."""
 
     def __init__(self, parts: FollowingParts) -> None:
         self._p = parts
         self._slots = asyncio.Semaphore(FETCHES_MAX)
         self._wanted_from: int | None = None
         self._is_fetching = False
+        self._asked = asyncio.Event()
+        self._awaited: dict[Digest, tuple[BlobRef, asyncio.Event]] = {}
+        """Updates that are on their way, by their own digest; set when somebody has brought it."""
         self._reached: dict[FragmentId, OrderedDict[Version, Tensor]] = {}
         self._updates: OrderedDict[BlobRef, None] = OrderedDict()
         self._updates_bytes = 0
@@ -97,25 +111,27 @@ class Following:
         driver = self._p.driver
         return {
             FetchEntries: self._fetch_entries,
-            FetchUpdate: lambda effect: driver.start(self._fetch_update(effect), name="fetch update"),
+            KeepEntry: self._keep,
             ApplyUpdate: lambda effect: driver.start(self._apply(effect), name="apply update"),
             FetchFragment: lambda effect: driver.start(self._fetch_fragment(effect), name="fetch fragment"),
         }
 
     # ---- entries
 
-    def entry_announced(self, signed: Signed) -> None:
-        """An entry came over the control connection. Raises RemoteProtocolError if it is not what it claims."""
-        self._take(signed)
-
-    def _take(self, signed: Signed) -> None:
-        entry = self._p.chain.verify(signed)
-        self._p.chain.take(signed, entry)
-        self._p.driver.feed(EntryArrived(entry, signed.digest, signed.signer))
+    def take_entry(self, signed: Signed) -> None:
+        """An entry came, from anyone. Raises RemoteProtocolError if it is not what it claims."""
+        p = self._p
+        if p.driver.core.election.knows(signed.digest):
+            return
+        entry = p.chain.verify(signed)
+        p.chain.arrives(signed, entry)
+        p.driver.feed(EntryArrived(entry, signed.digest, signed.signer))
+        p.chain.passes(signed.digest)
 
     def _fetch_entries(self, effect: FetchEntries) -> None:
         wanted = self._wanted_from
         self._wanted_from = effect.from_seq if wanted is None else min(wanted, effect.from_seq)
+        self._asked.set()
         if not self._is_fetching:
             self._is_fetching = True
             self._p.driver.start(self._fetch_wanted_entries(), name="fetch entries")
@@ -130,32 +146,95 @@ class Following:
             except (TransferError, RemoteProtocolError):
                 again = self._wanted_from
                 self._wanted_from = from_seq if again is None else min(again, from_seq)
-                await backoff.wait()
+                if again is None:
+                    await self._pause(backoff)
         self._is_fetching = False
+
+    async def _pause(self, backoff: Backoff) -> None:
+        """After a fetch that broke off; ended by being asked again, because somebody else may serve now."""
+        self._asked.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(backoff.next_s()):
+                await self._asked.wait()
 
     async def _fetch_entries_once(self, from_seq: int) -> None:
         while True:
             batch = await self._p.donor.entries(from_seq, ENTRIES_PER_FETCH)
             for signed in batch:
-                self._take(signed)
+                self.take_entry(signed)
             if not batch:
                 return
             from_seq += len(batch)
 
-    # ---- updates
+    # ---- onto the disk
 
-    async def _fetch_update(self, effect: FetchUpdate) -> None:
+    def _keep(self, effect: KeepEntry) -> None:
+        self._p.chain.take(effect.digest)
+        self._p.driver.start(self._store(effect), name="keep entry")
+
+    async def _store(self, effect: KeepEntry) -> None:
+        """Record and update. A full disk is waited out."""
+        await self._write(effect.digest)
+        if effect.update is not None and not self._p.store.has(effect.update):
+            try:
+                await self._fetch_update(effect.update)
+            except TransferRefused as exc:
+                self._p.driver.feed(UpdateLost(effect.digest, str(exc)))
+                return
+        self._p.driver.feed(EntryStored(effect.digest))
+
+    async def _write(self, digest: Digest) -> None:
+        p = self._p
+        while not p.chain.is_written(digest):
+            try:
+                await p.chain.write(digest, sync=p.is_elector)
+            except RunDirError as exc:
+                p.log.note("chain", f"an entry can't be written, trying again: {exc}", level="error")
+                await asyncio.sleep(DISK_RETRY_S)
+
+    async def _fetch_update(self, update: BlobRef) -> None:
+        """By a fetch of ours, or by whoever brings it meanwhile. Raises TransferRefused if it can't be had."""
+        _, brought = self._awaited.setdefault(update.digest, (update, asyncio.Event()))
+        arriving = asyncio.ensure_future(brought.wait())
+        try:
+            while not self._p.store.has(update):
+                fetching = asyncio.ensure_future(self._fetch_once(update))
+                try:
+                    await asyncio.wait({fetching, arriving}, return_when=asyncio.FIRST_COMPLETED)
+                    if fetching.done():
+                        fetching.result()
+                finally:
+                    fetching.cancel()
+                    await asyncio.gather(fetching, return_exceptions=True)
+                if brought.is_set() and not self._p.store.has(update):
+                    brought.clear()
+                    arriving = asyncio.ensure_future(brought.wait())
+        finally:
+            arriving.cancel()
+            self._awaited.pop(update.digest, None)
+
+    async def _fetch_once(self, update: BlobRef) -> None:
         backoff = Backoff()
-        while not self._p.store.has(effect.blob):
+        while not self._p.store.has(update):
             try:
                 async with self._slots:
-                    await self._p.donor.blob(effect.blob)
-            except TransferRefused as exc:
-                self._p.driver.feed(UpdateLost(effect.fragment, effect.version, str(exc)))
-                return
+                    await self._p.donor.blob(update)
+            except TransferRefused:
+                raise
             except (TransferError, BlobError):
                 await backoff.wait()
-        self._p.driver.feed(UpdateFetched(effect.fragment, effect.version))
+
+    def accepts(self, digest: Digest) -> BlobRef | None:
+        """The update of that digest, if it is awaited: an elector may bring it."""
+        awaited = self._awaited.get(digest)
+        return None if awaited is None else awaited[0]
+
+    def blob_arrived(self, blob: BlobRef) -> None:
+        awaited = self._awaited.get(blob.digest)
+        if awaited is not None:
+            awaited[1].set()
+
+    # ---- into the outer state
 
     async def _apply(self, effect: ApplyUpdate) -> None:
         p = self._p
@@ -169,6 +248,8 @@ class Following:
         p.driver.feed(Applied(effect.fragment, effect.version, effect.state_digest))
 
     def _keep_update(self, update: BlobRef) -> None:
+        if self._p.updates_bytes_max is None:
+            return
         if update not in self._updates:
             self._updates[update] = None
             self._updates_bytes += update.size
@@ -178,28 +259,10 @@ class Following:
             self._p.store.delete(oldest)
 
     async def _fetch_fragment(self, effect: FetchFragment) -> None:
-        """The syncer's newest snapshot of it. The chain is brought to the snapshot's seq first, so that no commit that
-        the snapshot already holds comes after it."""
-        p = self._p
-        backoff = Backoff()
-        while True:
-            try:
-                snapshot = await p.donor.snapshot()
-                head = snapshot.heads[effect.fragment]
-                if head.version < effect.version:
-                    raise TransferError(f"the snapshot has version {head.version} of {effect.version}")
-                await p.donor.blob(snapshot.theta[effect.fragment])
-                if p.outer.with_momentum:
-                    await p.donor.blob(snapshot.momentum[effect.fragment])
-                await self._fetch_entries_once(p.chain.num_entries)
-                await p.worker.call(load_snapshot, snapshot, p.outer, p.store.get, only=effect.fragment)
-                break
-            except (TransferError, RemoteProtocolError, BlobError, DigestMismatch):
-                await backoff.wait()
-        theta = await p.worker.call(p.outer.theta, effect.fragment)
-        p.store.delete(snapshot.theta[effect.fragment])
-        self.keep_theta(effect.fragment, head.version, theta)
-        p.driver.feed(FragmentReplaced(effect.fragment, head.version, head.state_digest))
+        event = await self._p.replacing.replace(effect.fragment, effect.version)
+        theta = await self._p.worker.call(self._p.outer.theta, effect.fragment)
+        self.keep_theta(effect.fragment, event.version, theta)
+        self._p.driver.feed(event)
 
     # ---- reached versions
 
@@ -227,6 +290,9 @@ class Backoff:
     def reset(self) -> None:
         self._next_s = self._first_s
 
-    async def wait(self) -> None:
+    def next_s(self) -> float:
         wait_s, self._next_s = self._next_s, min(self._max_s, 2 * self._next_s)
-        await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))
+        return wait_s * random.uniform(0.5, 1.5)
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self.next_s())

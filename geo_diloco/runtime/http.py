@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from aiohttp import ClientPayloadError, web
 
-from geo_diloco.errors import BlobError, ConfigError
+from geo_diloco.errors import BlobError, ConfigError, RemoteProtocolError
 from geo_diloco.manifest import Digest, PeerId, RunId
+from geo_diloco.protocol.election.ballots import Ballot
 from geo_diloco.protocol.messages import BlobRef, Envelope, Hello
 from geo_diloco.runtime.control import (
     CLOSE_LEAVING,
@@ -45,7 +46,7 @@ from geo_diloco.runtime.pieces import (
 )
 from geo_diloco.runtime.session import STALL_S, ByteCounters
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.wire import MESSAGE_LINE_BYTES_MAX, Signed
+from geo_diloco.runtime.wire import MESSAGE_LINE_BYTES_MAX, ORDER_BYTES_MAX, Order, Signed, open_order
 
 ENTRIES_PER_ANSWER_MAX = 512
 ANSWER_BYTES_MAX = 1 << 20
@@ -55,8 +56,8 @@ LINKS_PER_ADDRESS_MAX = LINKS_MAX // 2
 STATUS_S = 0.1
 IDLE_S = 75.0
 """A connection without a request ends after that, whether one is being sent slowly or none at all."""
-HELLO_S = 20.0
-"""A control connection must begin with a Hello within this time."""
+FIRST_S = 20.0
+"""On a control connection something must be said within this time."""
 _WRITE_BYTES = 256 << 10
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,8})-([0-9]{1,8})/([0-9]{1,8})")
 _RANGE = re.compile(r"bytes=([0-9]{1,8})-([0-9]{0,8})")
@@ -73,6 +74,9 @@ class ServerPort(Protocol):
         """Canonical bytes."""
 
     def signed_entries(self, from_seq: int, limit: int) -> list[Signed]: ...
+    def proof(self, first: int, limit: int) -> list[Signed]:
+        """Of who serves: durable `found`, `roster` and `open` entries, counted from 0."""
+
     async def snapshot(self, fragments: tuple[int, ...] | None) -> Signed | None: ...
     def status(self) -> dict[str, Any]: ...
     def accepts(self, digest: Digest) -> BlobRef | None:
@@ -81,13 +85,16 @@ class ServerPort(Protocol):
     def blob_arrived(self, ref: BlobRef) -> None:
         """It is complete. May be said more than once."""
 
+    def order(self, order: Order) -> str:
+        """The owner's wish, verified; a word to answer with."""
+
     def verify_token(self, proof: str, nonce: str, peer: PeerId) -> bool:
-        """Whether the proof in a Hello shows that the peer may join (`identity.proof_is_valid`)."""
+        """Whether the proof it shows, in Hello or before all else, lets the peer in (`identity.proof_is_valid`)."""
 
     def opened(self, link: ControlLink, envelope: Envelope) -> None:
-        """A control connection began; the envelope is its Hello. An older one of that peer has been closed."""
+        """A control connection began, with this envelope. An older one that the peer dialed has been closed."""
 
-    def received(self, link: ControlLink, envelope: Envelope) -> None: ...
+    def received(self, link: ControlLink, item: Envelope | Signed) -> None: ...
     def closed(self, link: ControlLink, reason: str) -> None:
         """Said once for every link that was opened."""
 
@@ -114,6 +121,7 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
         self._status_at: float | None = None
         self._status_body = b""
+        self._order_nonce_now = ""
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which the system chose if 0 was given. Raises ConfigError if it is not free."""
@@ -121,6 +129,7 @@ class HttpServer:
         for method, path, handler in (
             ("GET", "/v1/run", self._run),
             ("GET", "/v1/chain", self._chain),
+            ("GET", "/v1/proof", self._proof),
             ("GET", "/v1/snapshot", self._snapshot),
             ("GET", "/v1/status", self._status),
             ("HEAD", "/v1/blobs/{digest}", self._blob_status),
@@ -129,6 +138,8 @@ class HttpServer:
             ("GET", "/v1/blobs/{digest}/{piece}", self._get_piece),
             ("PUT", "/v1/blobs/{digest}/{piece}", self._put_piece),
             ("GET", "/v1/control", self._control),
+            ("GET", "/v1/order", self._order_nonce),
+            ("POST", "/v1/order", self._order),
         ):
             app.router.add_route(method, path, handler)
         runner = web.AppRunner(
@@ -171,9 +182,16 @@ class HttpServer:
     async def _chain(self, request: web.Request) -> web.StreamResponse:
         from_seq = _number(request.query.get("from", "0"), "from")
         limit = min(_number(request.query.get("limit", "256"), "limit"), ENTRIES_PER_ANSWER_MAX)
+        return await self._entries(request, self._port.signed_entries(from_seq, limit))
+
+    async def _proof(self, request: web.Request) -> web.StreamResponse:
+        first = _number(request.query.get("from", "0"), "from")
+        return await self._entries(request, self._port.proof(first, ENTRIES_PER_ANSWER_MAX))
+
+    async def _entries(self, request: web.Request, entries: list[Signed]) -> web.StreamResponse:
         lines: list[bytes] = []
         size = 0
-        for signed in self._port.signed_entries(from_seq, limit):
+        for signed in entries:
             line = signed.to_line().encode() + b"\n"
             size += len(line)
             if lines and size > ANSWER_BYTES_MAX:
@@ -315,6 +333,28 @@ class HttpServer:
             raise _Refusal(404, "no-such-piece", f"piece {i} of a blob of {num_pieces(ref.size)}")
         return i, piece_size(ref.size, i)
 
+    # ---- the owner's orders
+
+    async def _order_nonce(self, request: web.Request) -> web.StreamResponse:
+        """Of the one order that may follow; the newest counts."""
+        self._order_nonce_now = new_nonce_half()
+        return await self._answer(request, self._order_nonce_now.encode(), "text/plain")
+
+    async def _order(self, request: web.Request) -> web.StreamResponse:
+        length = request.content_length
+        if length is None or length > 2 * ORDER_BYTES_MAX:
+            raise _Refusal(413, "too-large", f"an order of at most {2 * ORDER_BYTES_MAX} bytes is wanted")
+        async with aclosing(self._body(request, length)) as chunks:
+            text = b"".join([chunk async for chunk in chunks])
+        nonce, self._order_nonce_now = self._order_nonce_now, ""
+        try:
+            order, signer = open_order(text)
+        except RemoteProtocolError as exc:
+            raise _Refusal(400, "bad-order", str(exc)) from exc
+        if (signer, order.run) != (self._identity.peer_id, self._port.run) or not nonce or order.nonce != nonce:
+            raise _Refusal(403, "not-the-owner", "signed by another key, for another run, or on another occasion")
+        return await self._answer(request, self._port.order(order).encode(), "text/plain")
+
     # ---- control connections
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
@@ -349,41 +389,42 @@ class HttpServer:
         return socket
 
     async def _serve(self, link: ControlLink) -> None:
-        hello = await self._hello(link)
-        if hello is None:
+        first = await self._first(link)
+        if first is None:
             return
         older = self._links.pop(link.peer, None)
         if older is not None:
-            older.close("replaced by a newer connection", code=CLOSE_REPLACED)
+            code = CLOSE_LEAVING if older.boot == link.boot else CLOSE_REPLACED
+            older.close("replaced by a newer connection", code=code)
             self._port.closed(older, older.close_reason)
         self._links[link.peer] = link
         try:
-            self._port.opened(link, hello)
+            self._port.opened(link, first)
             async for item in link:
                 if self._links.get(link.peer) is not link:
                     break
-                if isinstance(item, Envelope):
-                    self._port.received(link, item)
+                self._port.received(link, item)
         finally:
             if self._links.get(link.peer) is link:
                 del self._links[link.peer]
                 link.close("connection lost")
                 self._port.closed(link, link.close_reason)
 
-    async def _hello(self, link: ControlLink) -> Envelope | None:
-        """The first envelope, if it is the Hello of an admitted peer."""
+    async def _first(self, link: ControlLink) -> Envelope | None:
+        """The first envelope, if it is an admitted peer's: a learner's Hello, or a ballot."""
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(FIRST_S):
                 first = await link.receive()
         except TimeoutError:
-            link.close("no Hello in time", code=CLOSE_PROTOCOL)
+            link.close("nothing was said in time", code=CLOSE_PROTOCOL)
             return None
         if not isinstance(first, Envelope):
             return None
-        if not isinstance(first.message, Hello):
-            link.close("a Hello must come first", code=CLOSE_PROTOCOL)
+        if not isinstance(first.message, Hello | Ballot):
+            link.close("a Hello or a ballot must come first", code=CLOSE_PROTOCOL)
             return None
-        if not self._port.verify_token(first.message.proof, link.nonce, link.peer):
+        proof = first.message.proof if isinstance(first.message, Hello) else link.proof
+        if not self._port.verify_token(proof, link.nonce, link.peer):
             link.close("not admitted: the invite's admission token is missing or wrong", code=CLOSE_REFUSED)
             return None
         return first

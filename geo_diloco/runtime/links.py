@@ -1,7 +1,9 @@
 """Control connections as the core means them: `Send`, `CloseConnection` and `Announce` one way, events the other.
 
-At the accepting end (the syncer) there are many links, at the dialing end one, which is made again for ever. Both put
-messages into signed envelopes of the connection's nonce with a number that counts up. The admission proof belongs to
+Any two peers may talk, and either may have dialed: links that others dialed come from the HTTP server, those we dial
+are held here. Between two peers there may be one of each; what is sent takes the newest that is open, and a peer is
+gone when its last one is. Nobody dials a peer twice at a time, because the second would replace the first there. All
+messages go in signed envelopes of the connection's nonce with a number that counts up. The admission proof belongs to
 a connection, so it is put into Hello here, not by the core.
 """
 
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
@@ -17,15 +20,20 @@ from geo_diloco.manifest import BootId, PeerId, RunId
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.effects import CloseConnection, Send
 from geo_diloco.protocol.events import Connected, Disconnected, Received
-from geo_diloco.protocol.messages import Envelope, Hello
+from geo_diloco.protocol.messages import Envelope, Hello, Message
 from geo_diloco.runtime.control import CLOSE_PROTOCOL, ControlLink
 from geo_diloco.runtime.driver import Driver, Interpreter
-from geo_diloco.runtime.following import Backoff
 from geo_diloco.runtime.identity import Identity, admission_proof
 from geo_diloco.runtime.wire import Signed, seal_envelope
 
-_NONCE = re.compile(r"\?nonce=[0-9a-f]+")
+NONCE = re.compile(r"\?nonce=[0-9a-f]+")
 """Left out of reasons, so that the same one reads the same."""
+WAITING_MAX = 32
+"""Messages that wait for one peer to be dialed; the oldest goes. Every one of them is said again by the core."""
+DIALED_MAX = 64
+"""Links that we dial for ballots, at once."""
+DIAL_PAUSE_S = 1.0
+"""After a dial that failed, nobody is dialed again sooner."""
 
 
 class Sealer:
@@ -37,11 +45,16 @@ class Sealer:
         self._boot = boot
         self._token = token
 
+    def proof(self, link: ControlLink) -> str:
+        """That this peer was given the run's admission token; empty in a run without one."""
+        if not self._token:
+            return ""
+        return admission_proof(self._token, nonce=link.nonce, peer=self._identity.peer_id)
+
     def seal(self, effect: Send, link: ControlLink) -> str:
         message = effect.message
         if isinstance(message, Hello) and self._token:
-            proof = admission_proof(self._token, nonce=link.nonce, peer=self._identity.peer_id)
-            message = dataclasses.replace(message, proof=proof)
+            message = dataclasses.replace(message, proof=self.proof(link))
         envelope = Envelope(
             run=self._run,
             branch=effect.branch,
@@ -56,72 +69,12 @@ class Sealer:
         return seal_envelope(envelope, self._identity)
 
 
-def _received(envelope: Envelope) -> Received:
-    return Received(envelope.sender, envelope.branch, envelope.term, envelope.boot, envelope.message)
+Connect = Callable[[str, PeerId | None], AbstractAsyncContextManager[ControlLink]]
+"""Dial a base URL where that peer (if one is named) must be."""
 
 
-class AcceptedLinks:
-    """The syncer's side: one link per peer, kept by the HTTP server, which calls `opened`, `received` and `closed`."""
-
-    def __init__(self, driver: Driver, sealer: Sealer) -> None:
-        self._driver = driver
-        self._sealer = sealer
-        self._links: dict[PeerId, ControlLink] = {}
-
-    def interpreters(self) -> Mapping[type, Interpreter]:
-        return {Send: self._send, CloseConnection: self._close}
-
-    @property
-    def num_open(self) -> int:
-        return len(self._links)
-
-    def broadcast(self, text: str) -> None:
-        for link in list(self._links.values()):
-            link.send(text)
-
-    def opened(self, link: ControlLink, envelope: Envelope) -> None:
-        if self._is_too_long(envelope):
-            link.close("more undecided contributions than there are fragments", code=CLOSE_PROTOCOL)
-            return
-        self._links[link.peer] = link
-        self._driver.feed(Connected(link.peer))
-        self._driver.feed(_received(envelope))
-
-    def received(self, link: ControlLink, envelope: Envelope) -> None:
-        if self._links.get(link.peer) is not link:
-            return
-        if self._is_too_long(envelope):
-            link.close("more undecided contributions than there are fragments", code=CLOSE_PROTOCOL)
-            return
-        self._driver.feed(_received(envelope))
-
-    def _is_too_long(self, envelope: Envelope) -> bool:
-        """Told before it comes onto the tape: it is the one message whose length the sender chooses."""
-        num_fragments = len(self._driver.core.ledger.heads)
-        return isinstance(envelope.message, Hello) and len(envelope.message.undecided) > num_fragments
-
-    def closed(self, link: ControlLink, reason: str) -> None:
-        if self._links.get(link.peer) is link:
-            del self._links[link.peer]
-            self._driver.feed(Disconnected(link.peer, reason))
-
-    def _send(self, effect: Send) -> None:
-        link = self._links.get(effect.to)
-        if link is not None and not link.is_closing:
-            link.send(self._sealer.seal(effect, link))
-
-    def _close(self, effect: CloseConnection) -> None:
-        link = self._links.get(effect.peer)
-        if link is not None:
-            link.close(effect.reason)
-
-
-Connect = Callable[[str], AbstractAsyncContextManager[ControlLink]]
-"""Dial a base URL."""
-
-
-class DialedLink:
-    """Everyone else's side: the one connection to the syncer, dialed again for ever, with jitter."""
+class Links:
+    """All control connections of a process. For the event loop's thread."""
 
     def __init__(
         self,
@@ -129,76 +82,187 @@ class DialedLink:
         sealer: Sealer,
         *,
         connect: Connect,
-        locate: Callable[[], Awaitable[str]],
+        url_of: Callable[[PeerId], str | None],
         take_entry: Callable[[Signed], None],
+        heard: Callable[[PeerId, Message], None],
         log: EventLog,
     ) -> None:
-        """`locate` waits until it knows the syncer's base URL; asked again after every failure."""
+        """`url_of`: where a peer can be dialed, if it can; `heard` is told every message once the core has it."""
         self._driver = driver
         self._sealer = sealer
         self._connect = connect
-        self._locate = locate
+        self._url_of = url_of
         self._take_entry = take_entry
+        self._heard = heard
         self._log = log
-        self._link: ControlLink | None = None
-        self._number = 0
-        self._is_leaving = False
-        self.refused: RefusedError | None = None
+        self._links: dict[PeerId, list[ControlLink]] = {}
+        """Oldest first; none without one."""
+        self._dialing: dict[PeerId, deque[Send]] = {}
+        """What waits for a dial that is under way."""
+        self._held: set[PeerId] = set()
+        """Whom we have dialed."""
+        self._not_before: dict[PeerId, float] = {}
 
     def interpreters(self) -> Mapping[type, Interpreter]:
         return {Send: self._send, CloseConnection: self._close}
 
     @property
-    def connection(self) -> int:
-        """Counts connections; 0 while there is none."""
-        return self._number if self._link is not None else 0
+    def num_peers(self) -> int:
+        return len(self._links)
 
-    async def run(self) -> None:
-        """Until cancelled, refused for good (`refused`), or closed because this peer leaves."""
-        backoff = Backoff()
-        while not self._is_leaving:
-            url = await self._locate()
+    @property
+    def is_settled(self) -> bool:
+        """No link is on its way out."""
+        return not any(link.is_closing for links in self._links.values() for link in links)
+
+    def broadcast(self, text: str) -> None:
+        for peer in list(self._links):
+            self.tell(peer, text)
+
+    def tell(self, peer: PeerId, text: str) -> bool:
+        """An entry, say. False if there is no link to that peer."""
+        link = self._open_link(peer)
+        if link is not None:
+            link.send(text)
+        return link is not None
+
+    def _open_link(self, peer: PeerId) -> ControlLink | None:
+        return next((link for link in reversed(self._links.get(peer, [])) if not link.is_closing), None)
+
+    # ---- links that others dialed: `http.ServerPort`
+
+    def opened(self, link: ControlLink, envelope: Envelope) -> None:
+        if not self._is_fine(link, envelope):
+            return
+        self._add(link, seeking=False)
+        self._hear(link, envelope)
+
+    def received(self, link: ControlLink, item: Envelope | Signed) -> None:
+        """A truncated, forged or foreign one closes the link by name; a repeated one is the core's to pass over."""
+        if link not in self._links.get(link.peer, []):
+            return
+        if isinstance(item, Signed):
             try:
-                async with self._connect(url) as link:
-                    backoff.reset()
-                    reason = await self._serve(link)
-                    if link.is_refused:
-                        raise RefusedError(reason)
-            except RefusedError as exc:
-                self.refused = exc
-                return
-            except (TransferError, RemoteProtocolError) as exc:
-                reason = _NONCE.sub("", str(exc))
-            if not self._is_leaving:
-                self._log.note("link", f"no connection to the syncer, trying again: {reason}", level="warning")
-                await backoff.wait()
+                self._take_entry(item)
+            except RemoteProtocolError as exc:
+                link.close(str(exc), code=CLOSE_PROTOCOL)
+        elif self._is_fine(link, item):
+            self._hear(link, item)
 
-    async def _serve(self, link: ControlLink) -> str:
-        self._number += 1
-        self._link = link
-        try:
-            self._log.note("link", f"connected to the syncer {link.peer[:8]}")
-            self._driver.feed(Connected(link.peer))
-            async for item in link:
-                try:
-                    if isinstance(item, Signed):
-                        self._take_entry(item)
-                    else:
-                        self._driver.feed(_received(item))
-                except RemoteProtocolError as exc:
-                    link.close(str(exc))
-                    break
-        finally:
-            self._link = None
-            self._driver.feed(Disconnected(link.peer, link.close_reason))
-        return link.close_reason
+    def closed(self, link: ControlLink, reason: str) -> None:
+        links = self._links.get(link.peer, [])
+        if link not in links:
+            return
+        links.remove(link)
+        if not links:
+            del self._links[link.peer]
+            self._driver.feed(Disconnected(link.peer, reason))
 
-    def _send(self, effect: Send) -> None:
-        link = self._link
-        if link is not None and link.peer == effect.to and not link.is_closing:
+    def _is_fine(self, link: ControlLink, envelope: Envelope) -> bool:
+        """Told before it comes onto the tape: Hello is the one message whose length the sender chooses."""
+        num_fragments = len(self._driver.core.ledger.heads)
+        message = envelope.message
+        if isinstance(message, Hello) and len(message.undecided) > num_fragments > 0:
+            link.close("more undecided contributions than there are fragments", code=CLOSE_PROTOCOL)
+            return False
+        return True
+
+    def _add(self, link: ControlLink, *, seeking: bool) -> None:
+        is_first = link.peer not in self._links
+        self._links.setdefault(link.peer, []).append(link)
+        if is_first or seeking:
+            self._driver.feed(Connected(link.peer, seeking))
+        for effect in self._dialing.pop(link.peer, ()):
             link.send(self._sealer.seal(effect, link))
 
+    def _hear(self, link: ControlLink, envelope: Envelope) -> None:
+        self._driver.feed(
+            Received(envelope.sender, envelope.branch, envelope.term, envelope.boot, envelope.message, link.evidence)
+        )
+        self._heard(envelope.sender, envelope.message)
+
+    # ---- links that we dial
+
+    async def hold(
+        self, url: str, expected: PeerId | None, *, seeking: bool, up: Callable[[PeerId], None] = lambda peer: None
+    ) -> str:
+        """Dial, and hand over what comes until the connection ends; returns why. `up` is called when there is one.
+
+        Raises TransferError or RemoteProtocolError if there is none, RefusedError if this peer is not admitted there.
+        """
+        async with self._connect(url, expected) as link:
+            peer = link.peer
+            if peer not in self._held:
+                self._held.add(peer)
+                try:
+                    up(peer)
+                    return await self._talk(link, seeking=seeking)
+                finally:
+                    self._held.discard(peer)
+        there = self._open_link(peer)
+        if seeking and there is not None:
+            up(peer)
+            return await self._seek_over(there)
+        raise TransferError(f"{peer[:8]} is dialed already")
+
+    async def seek(self, url: str, expected: PeerId | None, *, up: Callable[[PeerId], None]) -> str:
+        """As `hold`, for the one whom we take for the syncer; over the link that there is to it, if there is one."""
+        there = None if expected is None else self._open_link(expected)
+        if there is not None:
+            up(there.peer)
+            return await self._seek_over(there)
+        return await self.hold(url, expected, seeking=True, up=up)
+
+    async def _talk(self, link: ControlLink, *, seeking: bool) -> str:
+        if proof := self._sealer.proof(link):
+            link.send_pass(proof)
+        self._add(link, seeking=seeking)
+        try:
+            async for item in link:
+                self.received(link, item)
+        finally:
+            self.closed(link, link.close_reason or "connection lost")
+        if link.is_refused:
+            raise RefusedError(link.close_reason)
+        return link.close_reason
+
+    async def _seek_over(self, link: ControlLink) -> str:
+        self._driver.feed(Connected(link.peer, True))
+        await link.wait_closing()
+        return link.close_reason
+
+    def _dial(self, effect: Send) -> None:
+        """For a ballot: it waits, bounded, for the link to be made."""
+        peer, now = effect.to, self._driver.now() / 1000
+        if (waiting := self._dialing.get(peer)) is not None:
+            waiting.append(effect)
+            return
+        url = self._url_of(peer)
+        if url is None or now < self._not_before.get(peer, 0.0) or len(self._dialing) >= DIALED_MAX:
+            return
+        self._dialing[peer] = deque([effect], WAITING_MAX)
+        self._driver.start(self._hold_for_ballots(peer, url), name=f"dial {peer[:8]}")
+
+    async def _hold_for_ballots(self, peer: PeerId, url: str) -> None:
+        try:
+            await self.hold(url, peer, seeking=False)
+        except (TransferError, RemoteProtocolError, RefusedError) as exc:
+            self._log.note("ballots", f"{peer[:8]}: {NONCE.sub('', str(exc))}", level="debug")
+        finally:
+            self._dialing.pop(peer, None)
+            self._not_before[peer] = self._driver.now() / 1000 + DIAL_PAUSE_S
+            while len(self._not_before) > DIALED_MAX:
+                del self._not_before[next(iter(self._not_before))]
+
+    # ---- effects
+
+    def _send(self, effect: Send) -> None:
+        link = self._open_link(effect.to)
+        if link is not None:
+            link.send(self._sealer.seal(effect, link))
+        elif effect.dial:
+            self._dial(effect)
+
     def _close(self, effect: CloseConnection) -> None:
-        if self._link is not None and self._link.peer == effect.peer:
-            self._is_leaving = True
-            self._link.close(effect.reason)
+        for link in self._links.get(effect.peer, []):
+            link.close(effect.reason)

@@ -286,6 +286,10 @@ class OuterState:
             drift_N = drift_N - recent[version]
         return drift_N
 
+    def is_staged(self, fragment: FragmentId, version: Version) -> bool:
+        staged = self._staged.get(fragment)
+        return staged is not None and staged.version == version
+
     def commit(self, fragment: FragmentId, version: Version) -> None:
         """The staged step's commit is on disk: make it the visible state."""
         staged = self._staged.get(fragment)

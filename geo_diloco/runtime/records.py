@@ -56,7 +56,7 @@ class PeerRecord:
     run: RunId
     peer: PeerId
     roles: tuple[str, ...]
-    """`syncer`, `learner`, ... as it claims them."""
+    """`syncer`, `standby`, `learner` or `follower`, as it claims them."""
     address: str
     """`host:port` of its HTTP side; empty if it only dials out."""
     term: Term
@@ -71,10 +71,17 @@ def directory_key(run: RunId) -> str:
     return f"{run}/peers"
 
 
-def syncer_of(records: Iterable[PeerRecord]) -> PeerRecord | None:
-    """Whoever claims to be syncer of the highest term; on a tie the one with the newer chain, then by peer id."""
-    claims = [record for record in records if "syncer" in record.roles and record.address]
-    return max(claims, key=lambda record: (record.term, record.head_seq, record.peer), default=None)
+CAN_SERVE = frozenset({"syncer", "standby"})
+
+
+def by_claim(records: Iterable[PeerRecord]) -> list[PeerRecord]:
+    """Who claims to serve, then who claims to be able to; the highest term and the longest chain first."""
+    claims = [record for record in records if record.address and CAN_SERVE & set(record.roles)]
+    return sorted(
+        claims,
+        key=lambda record: ("syncer" in record.roles, record.term, record.head_seq, record.peer),
+        reverse=True,
+    )
 
 
 def tombstone_of(record: PeerRecord) -> PeerRecord:

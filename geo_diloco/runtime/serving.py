@@ -1,8 +1,9 @@
-"""The syncer's hands: signs and stores entries, takes contributions in, merges, and makes snapshots.
+"""The syncer's hands: signs and stores entries, takes contributions in, and merges.
 
 The order on disk is the point of this file: a merged update's bytes are in the blob store before the core hears
 `Merged`; an entry is signed, appended and fsynced before the core hears `Sealed`; only then does the visible state move
 and anybody else learn of it. So a process that dies at any moment has shown nothing that its disk can't show again.
+Every peer that could be elected has these hands; they rest while it does not serve.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Broadcast(Protocol):
         """Send a line to every connected peer."""
 
 
+def _nothing(entry: Entry) -> None:
+    """Nobody wants to be told."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingParts:
     """What a syncer works with."""
@@ -71,14 +76,14 @@ class ServingParts:
 class Serving:
     """Interprets a syncer's effects."""
 
-    def __init__(self, parts: ServingParts, *, on_sealed: Callable[[Entry], None] = lambda entry: None) -> None:
+    def __init__(self, parts: ServingParts, *, on_sealed: Callable[[Entry], None] = _nothing) -> None:
         """`on_sealed` is told every entry that is on disk."""
         self._p = parts
         self._on_sealed = on_sealed
         self._accepted: dict[Digest, BlobRef] = {}
         self._sealed: OrderedDict[Seq, Signed] = OrderedDict()
-        self._updates = {entry.update.digest for _, entry in parts.chain.entries() if isinstance(entry, Commit)}
-        """Blobs of ours. A contribution that names one (anybody may) must not take it along when it goes."""
+        self._updates: set[Digest] = set()
+        """Made here, on the chain or about to be."""
         self._to_check: deque[CheckContribution] = deque()
         self._is_checking = False
 
@@ -98,25 +103,12 @@ class Serving:
         p = self._p
         signed = seal_entry(effect.entry, p.identity)
         await self._append(signed, effect.entry)
-        await p.worker.call(self._advance, effect.entry, signed.digest)
+        await p.worker.call(self._advance, effect.entry)
         self._sealed[effect.entry.header.seq] = signed
         if len(self._sealed) > ANNOUNCED_KEPT:
             self._sealed.popitem(last=False)
         self._on_sealed(effect.entry)
-        p.driver.feed(Sealed(effect.entry.header.seq, signed.digest))
-        if p.snapshots.is_due:
-            await self._save_snapshot()
-
-    async def _save_snapshot(self) -> None:
-        try:
-            await self._p.worker.call(self._p.snapshots.save)
-        except (BlobError, OSError) as exc:
-            self._p.log.note("snapshot", f"none is saved, the one before stays: {exc}", level="warning")
-
-    def blob_damaged(self, blob: BlobRef) -> None:
-        """An update on disk is gone, and a restart may need it: with a snapshot of now it doesn't. For any thread."""
-        if blob.digest in self._updates:
-            self._p.driver.start_from_thread(self._save_snapshot, name="snapshot")
+        p.driver.feed(Sealed(effect.entry.header.term, effect.entry.header.seq, signed.digest))
 
     async def _append(self, signed: Signed, entry: Entry) -> None:
         """On disk, however long that takes: a full disk holds the run up, visibly, and doesn't end it."""
@@ -128,11 +120,11 @@ class Serving:
                 self._p.log.note("chain", text, level="error")
             await asyncio.sleep(DISK_RETRY_S)
 
-    def _advance(self, entry: Entry, digest: Digest) -> None:
-        """In one go on the worker thread, so that no snapshot falls between the two."""
-        if isinstance(entry, Commit):
+    def _advance(self, entry: Entry) -> None:
+        """Make what is committed visible. If another's commit has taken its place meanwhile, ours is of a chain that
+        does not count, and the core finds that out."""
+        if isinstance(entry, Commit) and self._p.outer.is_staged(entry.fragment, entry.version):
             self._p.outer.commit(entry.fragment, entry.version)
-        self._p.snapshots.advance(entry, digest)
 
     def _announce(self, effect: Announce) -> None:
         signed = self._sealed.get(effect.seq)
@@ -165,7 +157,9 @@ class Serving:
             self._p.log.note("blob", f"not deleted: {exc}", level="warning")
 
     def _is_ours(self, blob: BlobRef) -> bool:
-        return blob.digest in self._updates or blob.digest in self._p.snapshots.named
+        """A contribution that names a blob of ours (anybody may) must not take it along when it goes."""
+        p = self._p
+        return blob.digest in self._updates or blob.digest in p.chain.updates or blob.digest in p.snapshots.named
 
     def _check_soon(self, effect: CheckContribution) -> None:
         """One at a time: however many arrive at once, they are one job."""

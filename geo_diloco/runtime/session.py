@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -143,6 +143,21 @@ async def fetch_entries(
     return [Signed.from_line(line) for line in lines]
 
 
+async def fetch_proof(
+    session: Session, base_url: str, *, entries_max: int, counters: ByteCounters | None = None
+) -> list[Signed]:
+    """Every `found`, `roster` and `open` entry of a peer's durable chain, in order, not verified."""
+    found: list[Signed] = []
+    while True:
+        url = f"{base_url}/v1/proof?from={len(found):d}"
+        lines = (await _ask(session, url, bytes_max=CHAIN_BYTES_MAX, counters=counters)).splitlines()
+        if not lines:
+            return found
+        found += [Signed.from_line(line) for line in lines]
+        if len(found) > entries_max:
+            raise RemoteProtocolError(f"{base_url} shows more than {entries_max} entries as a proof")
+
+
 async def fetch_snapshot(
     session: Session,
     base_url: str,
@@ -154,6 +169,19 @@ async def fetch_snapshot(
     query = "" if fragments is None else "?fragments=" + ",".join(str(p) for p in sorted(fragments))
     body = await _ask(session, f"{base_url}/v1/snapshot{query}", bytes_max=LINE_BYTES_MAX, counters=counters)
     return Signed.from_line(body) if body else None
+
+
+async def give_order(session: Session, base_url: str, order: Callable[[str], str]) -> str:
+    """Tell a peer what its owner wants; returns its answer. `order` signs one with the nonce it is given.
+
+    Raises TransferRefused if it is not the owner's.
+    """
+    url = f"{base_url}/v1/order"
+    nonce = (await _ask(session, url, bytes_max=256, counters=None)).decode("ascii", "replace")
+    async with asking(url), Deadline(STALL_S) as deadline, session.post(url, data=order(nonce).encode()) as response:
+        deadline.touch()
+        await raise_for_status(response)
+        return (await read_bounded(response, _ERROR_BYTES_MAX, deadline)).decode("utf-8", "replace")
 
 
 async def fetch_status(session: Session, base_url: str, *, counters: ByteCounters | None = None) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Snapshots of the outer state: one blob per fragment, raw float32, named and signed as of a seq.
 
-A snapshot must be of one moment, so it is made on the worker thread from what is visible there: the outer state and a
-ledger that moves in the same thread, entry by entry. Fragments that did not change keep their blob. One is refreshed
-on disk every so many commits, so that a restart is "the newest snapshot and the entries after it"; blobs that only
-older snapshots name are deleted once nobody can still be fetching them.
+A snapshot must be of one moment. The facts are taken from the core on the loop's thread while the outer state stands
+exactly there (`Standing`), and the worker thread, which does one thing after another, is asked for the tensors in the
+same breath. Fragments that did not change keep their blob. A syncer's state may be ahead of what is durable: such a
+snapshot is neither written down nor handed out before it is. One is put on disk every so many commits, so that a
+restart is "the newest snapshot and the entries after it"; blobs that only older snapshots name are deleted once nobody
+can still be fetching them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from geo_diloco.errors import BlobError, DigestMismatch, RemoteProtocolError
-from geo_diloco.manifest import Digest, FragmentId, RunId, Seq, Version
+from geo_diloco.errors import BlobError, DigestMismatch, LocalProtocolError, RemoteProtocolError
+from geo_diloco.manifest import BranchId, Digest, FragmentId, RunId, Seq, Term, Version
+from geo_diloco.protocol.election.ballots import Elector, Opened
+from geo_diloco.protocol.events import SnapshotLoaded
 from geo_diloco.protocol.ledger import Ledger
-from geo_diloco.protocol.messages import BlobRef, Commit, Entry, Finished, Snapshot
+from geo_diloco.protocol.messages import BlobRef, FragmentHead, Snapshot
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.merger import OuterState
@@ -32,8 +36,55 @@ KEPT_MIN = 2
 _NAME = re.compile(r"snapshot-(\d{12})\.json")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """Where the outer state stands: the facts of a ledger at one moment."""
+
+    branch: BranchId
+    term: Term
+    seq: Seq
+    head_digest: Digest
+    heads: tuple[FragmentHead, ...]
+    tokens_per_fragment: tuple[int, ...]
+    num_elements: tuple[int, ...]
+    layout_digest: Digest
+    progress: float
+    roster: tuple[Elector, ...]
+    roster_seq: Seq
+    opened: Opened
+    num_commits: int
+
+
+def standing_of(ledger: Ledger, digest_at: Callable[[Seq], Digest | None]) -> Standing | None:
+    """None before the first term is open. No snapshot goes beyond the last commit of a run: that it is finished is for
+    whoever loads one to hear from the chain."""
+    if ledger.opened is None or not ledger.heads:
+        return None
+    standing = Standing(
+        branch=ledger.branch,
+        term=ledger.term,
+        seq=ledger.seq,
+        head_digest=ledger.head_digest,
+        heads=tuple(ledger.heads),
+        tokens_per_fragment=tuple(ledger.tokens),
+        num_elements=ledger.num_elements,
+        layout_digest=ledger.layout_digest,
+        progress=ledger.progress,
+        roster=ledger.roster,
+        roster_seq=ledger.roster_seq,
+        opened=ledger.opened,
+        num_commits=ledger.num_commits,
+    )
+    if ledger.finished is None:
+        return standing
+    before = digest_at(Seq(ledger.seq - 1))
+    return None if before is None else replace(standing, seq=Seq(ledger.seq - 1), head_digest=before)
+
+
 @dataclass
-class _Kept:
+class Kept:
+    """A snapshot whose blobs are in the store."""
+
     snapshot: Snapshot
     signed: Signed
     at: float
@@ -42,7 +93,7 @@ class _Kept:
 
 
 class SnapshotShelf:
-    """Makes, keeps and finds the snapshots of one run. `advance`, `save` and `make` belong to the worker thread."""
+    """Makes, keeps and finds the snapshots of one peer. `make`, `write` and `restore` belong to the worker thread."""
 
     def __init__(
         self,
@@ -60,75 +111,88 @@ class SnapshotShelf:
         self._store = store
         self._identity = identity
         self._clock = clock
-        self.ledger = Ledger(founder=identity.peer_id)
-        self._made: dict[FragmentId, tuple[Version, BlobRef, BlobRef]] = {}
-        self._kept: list[_Kept] = []
-        self._commits_since = 0
+        self._made: dict[FragmentId, tuple[Digest, BlobRef, BlobRef]] = {}
+        """By the entry that made the version: after a fork a version number may stand for other bits."""
+        self._kept: list[Kept] = []
+        self._commits_written = -1
+        """Commits that the newest one on disk contains; -1 if there is none."""
         self.named: set[Digest] = set()
         """Blobs of kept snapshots, and of one in the making."""
 
-    def advance(self, entry: Entry, digest: Digest) -> None:
-        """The outer state now stands at this entry. No snapshot goes beyond the last commit of a run: that it is
-        finished is for whoever loads one to hear from the chain."""
-        if isinstance(entry, Finished):
-            return
-        self.ledger.apply(entry, digest)
-        if isinstance(entry, Commit):
-            self._commits_since += 1
+    def is_due(self, num_commits: int) -> bool:
+        return self._commits_written < 0 or num_commits >= self._commits_written + SAVE_EVERY_COMMITS
 
-    @property
-    def is_due(self) -> bool:
-        return self._commits_since >= SAVE_EVERY_COMMITS or not self._kept
+    def hurry(self) -> None:
+        """Something that a restart may need is gone from here: with a snapshot of now it doesn't. For any thread."""
+        self._commits_written = -1
 
-    def make(self, *, age_s_max: float = 0.0) -> Signed:
-        """A signed snapshot of now, or one made up to so many seconds ago; the same again while nothing has changed."""
-        ledger = self.ledger
+    def young(self, standing: Standing, *, age_s_max: float) -> Kept | None:
+        """The newest one, if it is of this term and branch, whole, and made lately or of this very moment."""
         newest = self._kept[-1] if self._kept else None
-        if newest is not None and self._is_whole(newest.snapshot):
-            is_young = self._clock() - newest.made_at < age_s_max
-            if is_young or newest.snapshot.seq == ledger.seq:
-                newest.at = self._clock()
-                return newest.signed
-        blobs = [self._blobs_of(FragmentId(p)) for p in range(len(ledger.heads))]
+        if newest is None or not self._is_whole(newest.snapshot):
+            return None
+        snapshot = newest.snapshot
+        same_chain = (snapshot.branch, snapshot.term) == (standing.branch, standing.term)
+        is_young = self._clock() - newest.made_at < age_s_max
+        if not same_chain or not (is_young or snapshot.head_digest == standing.head_digest):
+            return None
+        newest.at = self._clock()
+        return newest
+
+    def make(self, standing: Standing) -> Kept:
+        """A signed snapshot of now, which the outer state stands at; the same again while nothing has changed."""
+        young = self.young(standing, age_s_max=0.0)
+        if young is not None:
+            return young
+        blobs = [self._blobs_of(FragmentId(p), head) for p, head in enumerate(standing.heads)]
         snapshot = Snapshot(
             run=self._run,
-            branch=ledger.branch,
-            term=ledger.term,
-            seq=ledger.seq,
-            head_digest=ledger.head_digest,
-            heads=tuple(ledger.heads),
+            branch=standing.branch,
+            term=standing.term,
+            seq=standing.seq,
+            head_digest=standing.head_digest,
+            heads=standing.heads,
             theta=tuple(theta for theta, _ in blobs),
             momentum=tuple(momentum for _, momentum in blobs),
-            tokens_per_fragment=tuple(ledger.tokens),
-            num_elements=ledger.num_elements,
-            layout_digest=ledger.layout_digest,
-            progress=ledger.progress,
+            tokens_per_fragment=standing.tokens_per_fragment,
+            num_elements=standing.num_elements,
+            layout_digest=standing.layout_digest,
+            progress=standing.progress,
+            roster=standing.roster,
+            roster_seq=standing.roster_seq,
+            opened=standing.opened,
         )
         now = self._clock()
-        self._kept.append(_Kept(snapshot, seal_snapshot(snapshot, self._identity), now, now))
+        kept = Kept(snapshot, seal_snapshot(snapshot, self._identity), now, now)
+        self._kept.append(kept)
         self._prune()
-        return self._kept[-1].signed
+        return kept
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
         """A blob that was found damaged on disk is dropped; then its snapshot is made again."""
         return all(self._store.has(blob) for blob in (*snapshot.theta, *snapshot.momentum))
 
-    def save(self) -> None:
-        """Make one and have it on disk, as the newest."""
-        signed = self.make()
-        seq = self._kept[-1].snapshot.seq
-        atomic_write(self._folder / f"snapshot-{seq:012d}.json", signed.to_line().encode())
-        self._commits_since = 0
+    def drop(self, kept: Kept) -> None:
+        """It turned out to be of a chain that does not count."""
+        self._kept = [each for each in self._kept if each is not kept]
+
+    def write(self, kept: Kept) -> None:
+        """Have one that is durable on disk, as the newest."""
+        seq = kept.snapshot.seq
+        atomic_write(self._folder / f"snapshot-{seq:012d}.json", kept.signed.to_line().encode())
+        self._commits_written = sum(head.version for head in kept.snapshot.heads)
         for path in self._files()[:-KEPT_MIN]:
             path.unlink(missing_ok=True)
 
-    def _blobs_of(self, fragment: FragmentId) -> tuple[BlobRef, BlobRef]:
+    def _blobs_of(self, fragment: FragmentId, head: FragmentHead) -> tuple[BlobRef, BlobRef]:
         version = self._outer.version(fragment)
+        if version != head.version:
+            raise LocalProtocolError(f"a snapshot of fragment {fragment} at {head.version}, the state is at {version}")
         made = self._made.get(fragment)
-        if made is None or made[0] != version or not (self._store.has(made[1]) and self._store.has(made[2])):
+        if made is None or made[0] != head.base or not (self._store.has(made[1]) and self._store.has(made[2])):
             theta, momentum = self._outer.fragment_bytes(fragment)
             self.named |= {blob_ref(theta).digest, blob_ref(momentum).digest}
-            made = (version, self._store.put(theta), self._store.put(momentum))
+            made = (head.base, self._store.put(theta), self._store.put(momentum))
             self._made[fragment] = made
         return made[1], made[2]
 
@@ -154,11 +218,8 @@ class SnapshotShelf:
 
     # ---- finding
 
-    def restore(self) -> Seq | None:
-        """Load the newest snapshot on disk that can be used into the outer state, and its blobs' names into memory.
-
-        Returns its seq; the caller brings `ledger` there. None if there is none.
-        """
+    def restore(self) -> Snapshot | None:
+        """Load the newest snapshot on disk that can be used into the outer state. None if there is none."""
         for path in reversed(self._files()):
             try:
                 signed = Signed.from_line(path.read_bytes())
@@ -168,12 +229,42 @@ class SnapshotShelf:
                 load_snapshot(snapshot, self._outer, self._store.get)
             except (OSError, RemoteProtocolError, BlobError, DigestMismatch):
                 continue
-            self._kept.append(_Kept(snapshot, signed, self._clock(), -math.inf))
+            self._kept.append(Kept(snapshot, signed, self._clock(), -math.inf))
+            self._commits_written = sum(head.version for head in snapshot.heads)
             for p, head in enumerate(snapshot.heads):
-                self._made[FragmentId(p)] = (head.version, snapshot.theta[p], snapshot.momentum[p])
+                self._made[FragmentId(p)] = (head.base, snapshot.theta[p], snapshot.momentum[p])
             self.named = self.blobs()
-            return snapshot.seq
+            return snapshot
         return None
+
+    def newest_for(self, fragment: FragmentId, at_most: Version) -> Snapshot | None:
+        """The newest kept one on disk that holds the fragment at that version or an earlier one."""
+        on_disk = {path.name for path in self._files()}
+        fitting = [
+            each.snapshot
+            for each in self._kept
+            if f"snapshot-{each.snapshot.seq:012d}.json" in on_disk and each.snapshot.heads[fragment].version <= at_most
+        ]
+        return fitting[-1] if fitting else None
+
+
+def loaded_from(snapshot: Snapshot, *, whole_chain: bool) -> SnapshotLoaded:
+    """What the core hears of a snapshot that the outer state was loaded from."""
+    return SnapshotLoaded(
+        branch=snapshot.branch,
+        term=snapshot.term,
+        seq=snapshot.seq,
+        head_digest=snapshot.head_digest,
+        heads=snapshot.heads,
+        num_elements=snapshot.num_elements,
+        layout_digest=snapshot.layout_digest,
+        tokens_per_fragment=snapshot.tokens_per_fragment,
+        progress=snapshot.progress,
+        roster=snapshot.roster,
+        roster_seq=snapshot.roster_seq,
+        opened=snapshot.opened,
+        whole_chain=whole_chain,
+    )
 
 
 def load_snapshot(

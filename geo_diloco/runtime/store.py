@@ -7,7 +7,6 @@ from the event loop and the worker thread at once. How a blob is made of pieces 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,8 +16,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from geo_diloco.errors import BlobError, LocalProtocolError, RemoteProtocolError, RunDirError
-from geo_diloco.manifest import Digest, Seq
+from geo_diloco.errors import BlobError, RemoteProtocolError, RunDirError
+from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.disk import StoreFullError, atomic_write, disk_errors, fsync_folder, read_at, remove_drafts
 from geo_diloco.runtime.pieces import (
@@ -228,10 +227,8 @@ class BlobStore:
 
 
 class ChainStore:
-    """The chain's entries as signed, one line each. Belongs to one process.
-
-    Consecutive `seq` and matching `prev` are checked on every append and load; signatures are the reader's matter
-    (`wire.open_entry`).
+    """Entries as signed, one line each, in the order in which they came; those of chains that do not count any more
+    stay among them. Belongs to one process. Signatures and places are the reader's matter (`chain.py`).
     """
 
     def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
@@ -239,10 +236,8 @@ class ChainStore:
         self._path = path
         self._is_read_only = is_read_only
         self._lock = threading.Lock()
-        self._offsets: list[int] = []
-        """Where each line begins, and where the next one will."""
-        self._first_seq = Seq(0)
-        self._head = Digest("")
+        self._end = 0
+        self.num_entries = 0
         try:
             if not is_read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,89 +256,49 @@ class ChainStore:
             self._file.close()
             raise
 
-    @property
-    def num_entries(self) -> int:
-        return len(self._offsets) - 1
-
-    @property
-    def head_seq(self) -> Seq | None:
-        """Of the newest entry; None if there is none."""
-        return Seq(self._first_seq + self.num_entries - 1) if self.num_entries else None
-
-    def append(self, signed: Signed) -> None:
-        """On disk when it returns. Raises LocalProtocolError if it does not follow the newest entry."""
-        seq, prev = _place_on_chain(signed)
+    def append(self, signed: Signed, *, sync: bool = True) -> None:
+        """On disk when it returns; without `sync`, on its way there. Raises RunDirError, and is as before."""
         with self._lock:
-            if self.num_entries and (seq != self._first_seq + self.num_entries or prev != self._head):
-                raise LocalProtocolError(f"entry {seq} appended to a chain whose newest is {self.head_seq}")
             line = signed.to_line().encode() + b"\n"
-            end = self._offsets[-1]
             try:
                 _write_all(self._file.fileno(), line)
-                os.fsync(self._file.fileno())
+                if sync:
+                    os.fsync(self._file.fileno())
             except OSError as exc:
-                os.ftruncate(self._file.fileno(), end)
+                os.ftruncate(self._file.fileno(), self._end)
                 raise RunDirError(f"chain {self._path}: {exc.strerror or exc}; free some space") from exc
-            self._take(seq, signed.digest, end + len(line))
+            self._end += len(line)
+            self.num_entries += 1
 
     def load(self) -> list[Signed]:
-        """All entries."""
-        return self.signed(self._first_seq, self.num_entries)
-
-    def signed(self, from_seq: int, limit: int) -> list[Signed]:
-        """Up to `limit` entries from `from_seq` on; fewer, or none, at the end of the chain."""
-        with self._lock:
-            first = min(max(from_seq - self._first_seq, 0), self.num_entries)
-            last = min(first + max(limit, 0), self.num_entries)
-            begin, end = self._offsets[first], self._offsets[last]
-        with disk_errors():
-            lines = read_at(self._path, begin, end - begin).splitlines()
+        """All entries, oldest first."""
+        with self._lock, disk_errors():
+            lines = read_at(self._path, 0, self._end).splitlines()
         return [Signed.from_line(line) for line in lines]
 
     def close(self) -> None:
         self._file.close()
 
-    def _take(self, seq: Seq, digest: Digest, next_offset: int) -> None:
-        if not self.num_entries:
-            self._first_seq = seq
-        self._head = digest
-        self._offsets.append(next_offset)
-
     def _scan(self) -> None:
         """Find the lines; cut off a torn last one. Raises RunDirError if an earlier one is damaged."""
-        self._offsets.append(0)
         size = os.fstat(self._file.fileno()).st_size
         with self._path.open("rb") as file:
             while line := file.readline(LINE_BYTES_MAX + 1):
-                number = self.num_entries + 1
-                end = self._offsets[-1] + len(line)
+                end = self._end + len(line)
                 try:
                     if not line.endswith(b"\n"):
                         raise RemoteProtocolError("line without an end")
-                    signed = Signed.from_line(line.rstrip(b"\n"))
-                    seq, prev = _place_on_chain(signed)
+                    Signed.from_line(line.rstrip(b"\n"))
                 except RemoteProtocolError as exc:
                     if end >= size:
                         break
-                    raise RunDirError(f"chain {self._path}, line {number} is damaged: restore a backup") from exc
-                if self.num_entries and (seq != self._first_seq + self.num_entries or prev != self._head):
-                    raise RunDirError(f"chain {self._path}, line {number} does not follow the one before")
-                self._take(seq, signed.digest, end)
-        if self._offsets[-1] < size and not self._is_read_only:
-            os.ftruncate(self._file.fileno(), self._offsets[-1])
+                    where = f"chain {self._path}, line {self.num_entries + 1}"
+                    raise RunDirError(f"{where} is damaged: restore a backup") from exc
+                self._end = end
+                self.num_entries += 1
+        if self._end < size and not self._is_read_only:
+            os.ftruncate(self._file.fileno(), self._end)
             os.fsync(self._file.fileno())
-
-
-def _place_on_chain(signed: Signed) -> tuple[Seq, Digest]:
-    """(seq, prev) of an entry's body, without verifying it."""
-    try:
-        header = json.loads(signed.body)["header"]
-        seq, prev = header["seq"], header["prev"]
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise RemoteProtocolError("not an entry", peer=signed.signer) from exc
-    if not isinstance(seq, int) or not isinstance(prev, str):
-        raise RemoteProtocolError("entry without seq or prev", peer=signed.signer)
-    return Seq(seq), Digest(prev)
 
 
 def _write_all(handle: int, data: bytes) -> None:

@@ -62,13 +62,15 @@ async def upload_blob(
     *,
     stall_s: float = STALL_S,
     counters: ByteCounters | None = None,
+    ask_first: bool = False,
 ) -> int:
-    """Push a held blob to a peer that has heard its announcement; returns once every piece is confirmed.
+    """Push a held blob to a peer that has heard its announcement; returns once every piece is confirmed. `ask_first`:
+    ask what is missing even where one request would do, because the peer may well have it.
 
     Returns the rate in bytes per second. Raises TransferRefused or TransferError.
     """
     move = _Move(session, base_url, ref, store, stall_s, counters or ByteCounters())
-    await _until_done(move, _Upload(move).attempt)
+    await _until_done(move, _Upload(move, ask_first=ask_first).attempt)
     return move.bytes_per_s()
 
 
@@ -148,9 +150,9 @@ async def _until_done(move: _Move, attempt: Callable[[], Awaitable[None]]) -> No
 
 
 class _Upload:
-    def __init__(self, move: _Move) -> None:
+    def __init__(self, move: _Move, *, ask_first: bool) -> None:
         self._m = move
-        self._is_first = True
+        self._is_first = not ask_first
 
     async def attempt(self) -> None:
         m, total = self._m, num_pieces(self._m.ref.size)

@@ -25,12 +25,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from geo_diloco.errors import LocalProtocolError, RemoteProtocolError
-from geo_diloco.manifest import WIRE_VERSION, BootId, BranchId, Digest, PeerId, RunId
+from geo_diloco.manifest import WIRE_VERSION, BootId, BranchId, Digest, PeerId, RunId, Seq
+from geo_diloco.protocol.election.ballots import ELECTORS_MAX, Head, SignedVote, Vote
 from geo_diloco.protocol.messages import Entry, Envelope, Open, Snapshot
 from geo_diloco.runtime.identity import Identity, verify
 
 T = TypeVar("T")
-Purpose = Literal["entry", "snapshot", "envelope"]
+Purpose = Literal["entry", "snapshot", "envelope", "order"]
 
 MESSAGE_BYTES_MAX = 1 << 20
 """Of an envelope's body."""
@@ -40,6 +41,9 @@ INTEGER_MAX = (1 << 53) - 1
 """No count, size or time of ours comes near it; beyond it floats and other languages lose digits."""
 TEXT_CHARACTERS_MAX = 4096
 """Of one free-text field."""
+
+ORDER_BYTES_MAX = 4096
+"""Of an owner's order to its own peer."""
 
 _LINE_OVERHEAD = 1024
 MESSAGE_LINE_BYTES_MAX = 2 * MESSAGE_BYTES_MAX + _LINE_OVERHEAD
@@ -51,6 +55,7 @@ _BYTES_MAX: dict[str, int] = {
     "entry": ENTRY_BYTES_MAX,
     "snapshot": ENTRY_BYTES_MAX,
     "envelope": MESSAGE_BYTES_MAX,
+    "order": ORDER_BYTES_MAX,
 }
 
 
@@ -88,11 +93,30 @@ def seal_entry(entry: Entry, identity: Identity) -> Signed:
 
 
 def open_entry(signed: Signed) -> Entry:
-    """The verified, parsed entry. Whether its signer serves its term is for the caller to know."""
+    """The verified, parsed entry, and of an `open` each vote. Whether its signer serves its term, and whether the votes
+    are of a majority, is for the core to know."""
     entry = _open(_ENTRY, signed, "entry")
-    if isinstance(entry, Open) and entry.syncer != signed.signer:
-        raise RemoteProtocolError("`open` entry that names another syncer than its signer", peer=signed.signer)
+    if isinstance(entry, Open):
+        if entry.syncer != signed.signer:
+            raise RemoteProtocolError("`open` entry that names another syncer than its signer", peer=signed.signer)
+        if len(entry.votes) > ELECTORS_MAX:
+            raise RemoteProtocolError(f"`open` entry with {len(entry.votes)} votes", peer=signed.signer)
+        for vote in entry.votes:
+            _check_vote(entry, vote)
     return entry
+
+
+def _check_vote(entry: Open, vote: SignedVote) -> None:
+    """A vote is what its elector signed, in this run and branch. The syncer's own is covered by the entry."""
+    if vote.elector == entry.syncer and not vote.evidence:
+        return
+    said = open_envelope(vote.evidence)
+    shown = Vote(candidate=vote.candidate, head=vote.head, enrolment=vote.enrolment)
+    header = entry.header
+    if (said.sender, said.run, said.branch, said.term) != (vote.elector, header.run, header.branch, vote.term):
+        raise RemoteProtocolError("`open` entry with a vote of another elector, run, branch or term", peer=entry.syncer)
+    if said.message != shown:
+        raise RemoteProtocolError("`open` entry with a vote that its elector did not sign", peer=entry.syncer)
 
 
 def seal_snapshot(snapshot: Snapshot, identity: Identity) -> Signed:
@@ -118,6 +142,28 @@ def open_envelope(text: str | bytes | Signed) -> Envelope:
     return envelope
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the owner of a peer, who has its key, wants of the running process."""
+
+    run: RunId
+    nonce: str
+    """Of this one occasion, chosen by the peer: an order can't be given twice."""
+    wish: Literal["hand_over"]
+    to: PeerId | None
+    """To whom; to whoever is best placed if none is named."""
+
+
+def seal_order(order: Order, identity: Identity) -> str:
+    return _seal(_ORDER, order, identity, "order").to_line()
+
+
+def open_order(text: str | bytes) -> tuple[Order, PeerId]:
+    """Verified, and who signed it."""
+    signed = Signed.from_line(text)
+    return _open(_ORDER, signed, "order"), signed.signer
+
+
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 
 
@@ -135,6 +181,7 @@ _SIGNED: TypeAdapter[Signed] = TypeAdapter(Signed)
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="kind")])
 _SNAPSHOT: TypeAdapter[Snapshot] = TypeAdapter(Snapshot)
 _ENVELOPE: TypeAdapter[Envelope] = TypeAdapter(Envelope)
+_ORDER: TypeAdapter[Order] = TypeAdapter(Order)
 
 
 def _signed_bytes(purpose: Purpose, body: bytes) -> bytes:
@@ -204,7 +251,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _check(value: object) -> None:
-    """Walks a dataclass of messages.py; raises _BadValue naming the field."""
+    """Walks a dataclass or named tuple of the core; raises _BadValue naming the field."""
     for name, check in _checks_of(cast(Hashable, type(value))):
         try:
             check(getattr(value, name))
@@ -216,15 +263,20 @@ def _check(value: object) -> None:
 def _checks_of(kind: Hashable) -> tuple[tuple[str, Callable[[Any], None]], ...]:
     assert isinstance(kind, type)
     hints = typing.get_type_hints(kind)
-    return tuple((field.name, _check_for(hints[field.name])) for field in dataclasses.fields(kind))
+    if kind is Head:  # of a chain without an entry
+        hints["digest"] = Digest | Literal[""]
+    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else hints
+    return tuple((name, _check_for(hints[name])) for name in names)
 
 
 def _check_for(hint: Any) -> Callable[[Any], None]:
     if hint in _ALPHABETS:
         return functools.partial(_check_alphabet, _ALPHABETS[hint])
+    if hint is Seq:  # -1: of a chain without an entry
+        return functools.partial(_check_integer, least=-1)
     if isinstance(hint, NewType):
         return _check_for(hint.__supertype__)
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, tuple)):
         return _check
     origin = typing.get_origin(hint)
     if origin is tuple:
@@ -257,9 +309,9 @@ def _check_alphabet(alphabet: re.Pattern[str], value: str) -> None:
         raise _BadValue(f"{value[:80]!r} is not {alphabet.pattern}")
 
 
-def _check_integer(value: int) -> None:
-    if not 0 <= value <= INTEGER_MAX:
-        raise _BadValue(f"integer outside 0 to {INTEGER_MAX}")
+def _check_integer(value: int, *, least: int = 0) -> None:
+    if not least <= value <= INTEGER_MAX:
+        raise _BadValue(f"integer outside {least} to {INTEGER_MAX}")
 
 
 def _check_float(value: float) -> None:

@@ -21,7 +21,7 @@ from geo_diloco.tape.balance import (
     summarize_tokens,
     tokens_lost_after,
 )
-from geo_diloco.tape.form import effects_hash, from_json, to_json
+from geo_diloco.tape.form import build, effects_hash, from_json, plain, to_json
 from geo_diloco.tape.record import TAPE_VERSION, Boot, TapeBoot, TapeEvent, TapeWriter, read_tape
 from geo_diloco.tape.replaying import ReplayResult, replay, replay_boot
 
@@ -35,8 +35,10 @@ __all__ = [
     "TapeEvent",
     "TapeWriter",
     "TokenSummary",
+    "build",
     "effects_hash",
     "from_json",
+    "plain",
     "read_tape",
     "replay",
     "replay_boot",

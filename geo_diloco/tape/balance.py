@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from geo_diloco.errors import TapeError
-from geo_diloco.manifest import FragmentId, MonoMs, PeerId, Version
+from geo_diloco.manifest import FragmentId, PeerId, Version
 from geo_diloco.protocol.effects import TokensDropped
 from geo_diloco.protocol.events import Resumed, Saved, StepDone
 from geo_diloco.protocol.ledger import id_of
@@ -186,7 +186,7 @@ def _add_end(core: Peer, fragments: tuple[FragmentBalance, ...], consumed: Mappi
     process, of which this one knows nothing, the fragment would begin anew: see `Account.restart`."""
     undecided = set(core.undecided())
     arrived = {claim.fragment: consumed[claim].tokens for claim in undecided if claim in consumed}
-    for p, (balance, books) in enumerate(zip(fragments, core.status(MonoMs(0)).tokens, strict=True)):
+    for p, (balance, books) in enumerate(zip(fragments, core.tokens(), strict=True)):
         credited = arrived.get(FragmentId(p))
         if credited is None:
             balance.in_flight += books.in_flight

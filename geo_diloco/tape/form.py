@@ -93,6 +93,8 @@ def _reader(hint: Any) -> Reader:
         return _tuple_reader(typing.get_args(hint))
     if origin in (typing.Union, types.UnionType):
         return _union_reader(typing.get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _named_tuple_reader(hint)
     if dataclasses.is_dataclass(hint):
         return lambda value, where: build(cast(type, hint), value, where)
     if hint is float:
@@ -116,6 +118,12 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> Reader:
         return tuple(read(item, where) for read, item in zip(reads, value, strict=True))
 
     return read_fixed
+
+
+def _named_tuple_reader(kind: Any) -> Reader:
+    hints = typing.get_type_hints(kind)
+    read = _tuple_reader(tuple(hints[name] for name in kind._fields))
+    return lambda value, where: kind(*read(value, where))
 
 
 def _union_reader(arguments: tuple[Any, ...]) -> Reader:

@@ -7,16 +7,17 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from geo_diloco.errors import TapeError
 from geo_diloco.manifest import BootId, Digest, MonoMs, PeerId, RunId, RunRules
 from geo_diloco.protocol.effects import Effect
 from geo_diloco.protocol.events import Event
-from geo_diloco.protocol.peer import HelloFacts, Peer
+from geo_diloco.protocol.peer import Peer, Role
+from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.tape.form import build, effects_hash, from_json, plain, to_json
 
-TAPE_VERSION = 1
+TAPE_VERSION = 2
 WAITING_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 8 * 1024 * 1024
 """No honest record is near this: an entry is at most 4 MiB."""
@@ -28,11 +29,12 @@ class Boot:
 
     peer: PeerId
     boot: BootId
-    role: Literal["syncer", "learner", "follower"]
+    role: Role
     run: RunId
     layout_digest: Digest
     hello: HelloFacts
     rules: RunRules
+    seat: Seat = field(default_factory=Seat)
     version: int = TAPE_VERSION
 
     def fresh_core(self) -> Peer:
@@ -44,6 +46,7 @@ class Boot:
             run=self.run,
             layout_digest=self.layout_digest,
             hello=self.hello,
+            seat=self.seat,
         )
 
 

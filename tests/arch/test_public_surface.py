@@ -35,9 +35,20 @@ COMMANDS: dict[str, list[str]] = {
     "init": ["--force"],
     "start": sorted([*PEER_FLAGS, "--data-dir", "--json", "--keep-contributions", "--run-dir", "--threads"]),
     "join": sorted(
-        [*PEER_FLAGS, "--data-dir", "--device", "--dtype", "--no-train", "--run-dir", "--save-every-s", "--threads"]
+        [
+            *PEER_FLAGS,
+            "--data-dir",
+            "--device",
+            "--dtype",
+            "--elector",
+            "--no-train",
+            "--run-dir",
+            "--save-every-s",
+            "--threads",
+        ]
     ),
     "status": ["--json"],
+    "handover": ["--to"],
     "export": ["--to"],
     "replay": ["--json"],
     "bench": [],
@@ -49,6 +60,7 @@ SIMULATE_TRAIN = sorted(
         *("--tokens", "--seed", "--seeds", "--faults", "--lockstep", "--json"),
     ]
 )
+SIMULATE_PROTOCOL = ["--hosts", "--jobs", "--json", "--scenario", "--seconds", "--seed", "--seeds"]
 
 
 def _group() -> Any:
@@ -90,8 +102,9 @@ def test_flags_of_each_command_are_these(command: str) -> None:
     assert _flags(_group().get_command(None, command)) == COMMANDS[command]
 
 
-def test_flags_of_the_train_simulator_are_these() -> None:
-    assert _flags(_group().get_command(None, "simulate").get_command(None, "train")) == SIMULATE_TRAIN
+@pytest.mark.parametrize(("simulator", "flags"), [("train", SIMULATE_TRAIN), ("protocol", SIMULATE_PROTOCOL)])
+def test_flags_of_the_simulators_are_these(simulator: str, flags: list[str]) -> None:
+    assert _flags(_group().get_command(None, "simulate").get_command(None, simulator)) == flags
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))

@@ -198,7 +198,7 @@ def test_a_child_that_dies_ends_the_demo_with_the_place_of_its_log(tmp_path: Pat
     with Demo(run_dir, "--learners", "1") as demo:
         demo.wait_for("founding the run")
         children = demo.ps.children(recursive=True)
-        (bootstrap,) = [child for child in demo.ps.children() if "bootstrap" in child.cmdline()[:4]]
+        (bootstrap,) = [child for child in demo.ps.children() if "bootstrap" in child.cmdline()[:5]]
         bootstrap.kill()
         demo.wait_end(exit_status=1)
     assert "bootstrap ended unexpectedly (killed by SIGKILL)" in demo.err

@@ -21,7 +21,7 @@ import pytest
 from geo_diloco.errors import DirectoryError
 from geo_diloco.manifest import BootId, PeerId, RunId, Seq, Term
 from geo_diloco.runtime.bootstrap import run_bootstrap
-from geo_diloco.runtime.dht import Directory, PeerRecord, syncer_of
+from geo_diloco.runtime.dht import Directory, PeerRecord, by_claim
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.p2pd import FOLDER_PREFIX, StateFolder
 
@@ -154,7 +154,7 @@ def test_a_late_joiner_finds_who_published_before_and_whoever_leaves_is_gone_at_
         late = await site.start(bootstrap.visible_maddrs[0], client_mode=True)
         listed = await late.find(RUN)
         assert listed == [record_of(learner_id), syncer]
-        assert syncer_of(listed) == syncer
+        assert by_claim(listed)[0] == syncer
         assert await late.find(RunId("cd" * 20)) == []
         newer = dataclasses.replace(syncer, head_seq=Seq(9))
         assert await founder.publish(RUN, newer)

@@ -114,6 +114,23 @@ def directory_on(overlay: FakeOverlay, *bootstraps: str, told: list[str] | None 
     )
 
 
+def test_a_bootstrap_that_came_back_is_greeted_again_though_others_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = FakeOverlay(one=[FINE, ConnectionRefusedError(111, "Connection refused"), FINE])
+
+    async def scenario() -> None:
+        directory = directory_on(overlay, ONE, TWO)
+        await directory.join()
+        overlay.contacts.remove(ONE)  # it was killed, and has forgotten everybody
+        await directory.publish(RUN, RECORD)
+        assert ONE not in overlay.contacts, "not asked again so soon"
+        monkeypatch.setattr(rules, "REMIND_S", 0.0)
+        await directory.publish(RUN, RECORD)
+        await directory.publish(RUN, RECORD)
+        assert ONE in overlay.contacts
+
+    asyncio.run(scenario())
+
+
 def test_dead_bootstraps_are_tried_until_one_answers_and_each_reason_is_told_once() -> None:
     refused, silent = ConnectionRefusedError(111, "Connection refused"), TimeoutError()
     overlay = FakeOverlay(one=[refused] * 3 + [DirectoryError("wrong identity")] * 2 + [FINE], two=[silent])

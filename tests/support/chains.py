@@ -1,8 +1,12 @@
-"""Small chains for unit tests, entry by entry, without a syncer."""
+"""Small chains for unit tests, entry by entry, without a syncer.
+
+The founder serves and is the only elector unless told otherwise; every elector votes for whoever opens a term.
+"""
 
 from __future__ import annotations
 
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, Seq, SyncSpec, Term, Version
+from geo_diloco.protocol.election.ballots import Elector, Opened, PeerBoot, Roster, SignedVote
 from geo_diloco.protocol.events import EntryArrived, SnapshotLoaded
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import (
@@ -17,9 +21,12 @@ from geo_diloco.protocol.messages import (
     Open,
     Participant,
     Record,
+    RosterChange,
 )
-from tests.support.cluster import FOUNDER, LAYOUT, RUN, fake_digest, fake_peer
+from geo_diloco.sim.fakes import LAYOUT, RUN, fake_digest, fake_peer
 
+FOUNDER = fake_peer("founder")
+FOUNDER_BOOT = BootId("b" * 16)
 ANN, BEN, CYD = sorted(fake_peer(name) for name in ("ann", "ben", "cyd"))
 SYNC = SyncSpec(interval_steps=8, num_fragments=2, overlap_steps=2, staleness_max=2)
 
@@ -42,6 +49,14 @@ def participant(
     )
 
 
+def seat(peer: PeerId, address: str = "") -> Elector:
+    """An elector whose disk is called after it."""
+    return Elector(peer, f"disk of {peer[:8]}", f"machine of {peer[:8]}", address)
+
+
+FOUNDER_SEAT = seat(FOUNDER, "founder:1")
+
+
 class ChainBuilder:
     """Builds entries that follow each other; `events` are as a peer hears of them."""
 
@@ -51,6 +66,8 @@ class ChainBuilder:
         self.versions = [0] * len(num_elements)
         self.bases: list[Digest] = []
         self.term = 1
+        self.syncer = FOUNDER
+        self.roster: Roster = (FOUNDER_SEAT,)
 
     @classmethod
     def opened(cls, num_elements: tuple[int, ...] = (100, 300)) -> ChainBuilder:
@@ -58,6 +75,29 @@ class ChainBuilder:
         chain.found()
         chain.open()
         return chain
+
+    def fork(self, seq: int) -> ChainBuilder:
+        """Another chain with the same entries up to `seq`."""
+        other = ChainBuilder(self.num_elements)
+        for event in self.events[: seq + 1]:
+            other.take(event)
+        return other
+
+    def take(self, event: EntryArrived) -> None:
+        """Go on from there."""
+        entry = event.entry
+        self.events.append(event)
+        self.term = entry.header.term
+        match entry:
+            case Found():
+                self.bases = [event.digest for _ in self.num_elements]
+            case Open():
+                self.syncer = entry.syncer
+            case RosterChange():
+                self.roster = entry.roster
+            case Commit():
+                self.versions[entry.fragment] = entry.version
+                self.bases[entry.fragment] = event.digest
 
     def header(self) -> EntryHeader:
         return EntryHeader(
@@ -69,35 +109,38 @@ class ChainBuilder:
         )
 
     def add(self, entry: Entry) -> EntryArrived:
-        event = EntryArrived(entry, fake_digest(entry), FOUNDER)
-        self.events.append(event)
+        event = EntryArrived(entry, fake_digest(entry), self.syncer)
+        self.take(event)
         return event
 
     def found(self) -> EntryArrived:
         fragments = range(len(self.num_elements))
-        event = self.add(
+        return self.add(
             Found(
                 header=self.header(),
-                boot=BootId("b" * 16),
+                boot=FOUNDER_BOOT,
                 state_digests=tuple(fake_digest("theta", p, 0) for p in fragments),
                 momentum_digests=tuple(fake_digest("momentum", p, 0) for p in fragments),
                 layout_digest=LAYOUT,
                 num_elements=self.num_elements,
-                roster=(FOUNDER,),
+                roster=self.roster,
             )
         )
-        self.bases = [event.digest for _ in fragments]
-        return event
 
-    def open(self, term: int = 1) -> EntryArrived:
-        self.term = term
-        return self.add(Open(header=self.header(), syncer=FOUNDER, boot=BootId("b" * 16), address=""))
+    def open(self, term: int = 1, syncer: PeerId = FOUNDER, boot: BootId = FOUNDER_BOOT) -> EntryArrived:
+        self.term, self.syncer = term, syncer
+        header = self.header()
+        votes = tuple(
+            SignedVote(each.peer, each.enrolment, header.term, PeerBoot(syncer, boot), Digest(header.prev))
+            for each in self.roster
+        )
+        return self.add(Open(header=header, syncer=syncer, boot=boot, address="", votes=votes))
+
+    def change_roster(self, *roster: Elector) -> EntryArrived:
+        return self.add(RosterChange(header=self.header(), roster=roster))
 
     def commit(self, fragment: int = 0, *participants: Participant) -> EntryArrived:
-        event = self.add(self.commit_entry(fragment, *participants))
-        self.versions[fragment] += 1
-        self.bases[fragment] = event.digest
-        return event
+        return self.add(self.commit_entry(fragment, *participants))
 
     def commit_entry(self, fragment: int, *participants: Participant) -> Commit:
         version = self.versions[fragment] + 1
@@ -107,7 +150,7 @@ class ChainBuilder:
             version=Version(version),
             round=version,
             attempt=1,
-            update=BlobRef(fake_digest("update", fragment, version), 10),
+            update=BlobRef(fake_digest("update", fragment, version, self.term), 10),
             state_digest=fake_digest("theta", fragment, version),
             momentum_digest=fake_digest("momentum", fragment, version),
             eta=0.7,
@@ -132,15 +175,16 @@ class ChainBuilder:
 
     def ledger(self) -> Ledger:
         """One that took it all."""
-        ledger = Ledger(founder=FOUNDER)
+        ledger = Ledger()
         for event in self.events:
-            assert ledger.why_not(event.entry, event.signer) is None
+            assert ledger.why_not(event.entry) is None
             ledger.apply(event.entry, event.digest)
         return ledger
 
-    def snapshot(self) -> SnapshotLoaded:
+    def snapshot(self, *, whole_chain: bool = False) -> SnapshotLoaded:
         """Of the state after all entries so far."""
         ledger = self.ledger()
+        assert isinstance(ledger.opened, Opened)
         return SnapshotLoaded(
             branch=ledger.branch,
             term=ledger.term,
@@ -151,6 +195,10 @@ class ChainBuilder:
             layout_digest=LAYOUT,
             tokens_per_fragment=tuple(ledger.tokens),
             progress=ledger.progress,
+            roster=ledger.roster,
+            roster_seq=ledger.roster_seq,
+            opened=ledger.opened,
+            whole_chain=whole_chain,
         )
 
 

@@ -11,20 +11,21 @@ from geo_diloco.manifest import BootId, MonoMs, RunRules
 from geo_diloco.protocol.effects import PersistAccounts
 from geo_diloco.protocol.events import (
     Applied,
+    ChainLoaded,
     Connected,
+    EntryStored,
     Event,
     Received,
     Resumed,
     Saved,
     SnapshotLoaded,
     StepDone,
-    UpdateFetched,
 )
-from geo_diloco.protocol.messages import Allotment, Commit, Welcome
-from geo_diloco.protocol.peer import HelloFacts
+from geo_diloco.protocol.messages import Allotment, Commit, Durable, Message, Welcome
+from geo_diloco.protocol.seat import HelloFacts
+from geo_diloco.sim.fakes import LAYOUT, RUN
 from geo_diloco.tape.balance import FragmentBalance
-from tests.support.chains import ANN, SYNC, ChainBuilder, participant
-from tests.support.cluster import FOUNDER, LAYOUT, RUN
+from tests.support.chains import ANN, FOUNDER, FOUNDER_BOOT, SYNC, ChainBuilder, participant
 from tests.support.single import P0, only
 
 
@@ -69,7 +70,12 @@ def welcome(chain: ChainBuilder) -> list[Event]:
         resume_step=0,
         allotment=Allotment(share=0, num_shares=4, cursor=0, pass_number=0),
     )
-    return [Connected(FOUNDER), Received(FOUNDER, ledger.branch, ledger.term, BootId("f" * 16), message)]
+    return [Connected(FOUNDER, seeking=True), heard(chain, message)]
+
+
+def heard(chain: ChainBuilder, message: Message) -> Received:
+    ledger = chain.ledger()
+    return Received(FOUNDER, ledger.branch, ledger.term, FOUNDER_BOOT, message)
 
 
 @pytest.mark.parametrize("reached", [False, True], ids=["known only", "applied"])
@@ -79,7 +85,7 @@ def test_work_of_a_dead_process_that_was_merged_and_not_adopted_counts_once(tmp_
     path = tmp_path / "tape.jsonl"
     chain = ChainBuilder.opened()
     first = Process(path, 1)
-    first.hear(chain.snapshot(), *welcome(chain))
+    first.hear(chain.snapshot(), ChainLoaded(), *welcome(chain))
     first.train(1, 3)
     first.hear(Saved(1, 3, 300))
     first.train(4, 5)
@@ -90,10 +96,11 @@ def test_work_of_a_dead_process_that_was_merged_and_not_adopted_counts_once(tmp_
     assert isinstance(commit.entry, Commit)
     second = Process(path, 2)
     assert isinstance(persist.resume_at, SnapshotLoaded)
-    second.hear(persist.resume_at, Resumed(3, 300, persist.accounts, 2, 200), commit)
+    second.hear(persist.resume_at, ChainLoaded(), Resumed(3, 300, persist.accounts, 2, 200), *welcome(chain), commit)
+    second.hear(heard(chain, Durable(seq=commit.entry.header.seq, digest=commit.digest)))
     if reached:
         version, digest = commit.entry.version, commit.entry.state_digest
-        second.hear(UpdateFetched(P0, version), Applied(P0, version, digest))
+        second.hear(EntryStored(commit.digest), Applied(P0, version, digest))
     second.writer.close()
 
     summary = tape.summarize_tokens([path], [event.entry for event in chain.events], chain.num_elements)

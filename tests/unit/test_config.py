@@ -228,8 +228,8 @@ def test_a_pretrained_model_carries_its_config_once_founded() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"wire_version": 2}, "wire_version = 2; this software speaks 1"),
-        ({"wire_version": True}, "wire_version = true; this software speaks 1"),
+        ({"wire_version": 1}, "wire_version = 1; this software speaks 2"),
+        ({"wire_version": True}, "wire_version = true; this software speaks 2"),
         ({"founder": "AB" * 32}, "founder = .*; allowed are 64 hexadecimal digits"),
         ({"nonce": ""}, 'nonce = ""; allowed are 32 hexadecimal digits'),
         ({"outer": {"eta": -1.0, "mu": 0.5}}, "outer.eta = -1.0; allowed is a number above 0.0 up to 10.0"),

@@ -36,8 +36,8 @@ def test_the_run_id_is_the_hash_of_the_canonical_bytes() -> None:
 
 def test_the_run_id_of_a_known_manifest_never_changes() -> None:
     # A changed id means that peers of this release and of the last one can't meet: then WIRE_VERSION must change too.
-    assert WIRE_VERSION == 1
-    assert FOUNDED.run_id() == "beb02590046621d54d5add77792e6242ff256c94"
+    assert WIRE_VERSION == 2
+    assert FOUNDED.run_id() == "d77a0722516c8cae0a4c2001d84cdfa1936c0dd0"
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RunManifest)])
@@ -52,6 +52,7 @@ def test_every_field_is_part_of_the_run_id(field: str) -> None:
         "codec_down": dataclasses.replace(FOUNDED.codec_down, name="none"),
         "stop": dataclasses.replace(FOUNDED.stop, commits=3),
         "evaluation": dataclasses.replace(FOUNDED.evaluation, sequences=1),
+        "election": dataclasses.replace(FOUNDED.election, electors=3),
         "admission": "token",
         "founder": PeerId("ba" * 32),
         "nonce": "dc" * 16,
@@ -71,7 +72,7 @@ def test_the_order_in_which_a_config_was_written_does_not_matter() -> None:
 def test_the_core_is_told_the_rules_and_nothing_about_models() -> None:
     rules = FOUNDED.rules()
     told = {field.name for field in dataclasses.fields(rules)}
-    assert told == {"sync", "outer", "stop", "evaluation", "num_shares", "founder", "tokens_per_step"}
+    assert told == {"sync", "outer", "stop", "evaluation", "num_shares", "founder", "tokens_per_step", "election"}
     assert rules.num_shares == FOUNDED.data.num_shares
     assert rules.tokens_per_step == FOUNDED.data.sequence_length * FOUNDED.data.batch_size
     copied = told - {"num_shares", "tokens_per_step"}

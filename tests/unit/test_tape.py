@@ -25,6 +25,7 @@ from geo_diloco.manifest import (
     Version,
 )
 from geo_diloco.protocol.effects import Adopt, Effect, Note
+from geo_diloco.protocol.election.ballots import Elector, Opened, PeerBoot, Rank, VoteRecord
 from geo_diloco.protocol.events import (
     Connected,
     Event,
@@ -38,11 +39,21 @@ from geo_diloco.protocol.events import (
 )
 from geo_diloco.protocol.events import FragmentAccount as Account
 from geo_diloco.protocol.messages import BlobRef, Contribution, ContributionId, FragmentHead, Progress
-from geo_diloco.protocol.peer import HelloFacts, Peer
+from geo_diloco.protocol.peer import Peer
+from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.tape import record as record_module
 
 A, B = PeerId("a" * 64), PeerId("b" * 64)
 DIGEST = Digest("d" * 64)
+VOTED = VoteRecord(
+    branch=BranchId("e" * 64),
+    lineage=0,
+    term=Term(2),
+    voted_for=PeerBoot(B, BootId("3" * 16)),
+    held=Rank(0, Term(1), Seq(5)),
+    enrolment="ab",
+)
+OPENED = Opened(B, BootId("2" * 16), "", ())
 
 
 def boot(boot_id: str = "0" * 16) -> tape.Boot:
@@ -53,20 +64,24 @@ def boot(boot_id: str = "0" * 16) -> tape.Boot:
         run=RunId("1" * 40),
         layout_digest=DIGEST,
         hello=HelloFacts(host="machine", software="geo_diloco"),
+        seat=Seat(may_elect=True, record=VOTED, fresh_enrolment="ab"),
         rules=RunRules(sync=SyncSpec(num_fragments=1), founder=B),
     )
 
 
 def snapshot_loaded() -> SnapshotLoaded:
     head = FragmentHead(version=Version(3), base=DIGEST, state_digest=DIGEST, momentum_digest=DIGEST)
-    return SnapshotLoaded(BranchId("e" * 64), Term(1), Seq(5), DIGEST, (head,), (10,), DIGEST, (1234,), 0.25)
+    roster = (Elector(B, "cd", "machine"),)
+    return SnapshotLoaded(
+        BranchId("e" * 64), Term(1), Seq(5), DIGEST, (head,), (10,), DIGEST, (1234,), 0.25, roster, Seq(0), OPENED
+    )
 
 
 def events() -> list[Event]:
     progress = Progress(step=1, tokens=8, step_time_us=1000, upload_bytes_per_s=0, loss=None, cursor=8)
     return [
         snapshot_loaded(),
-        Connected(B),
+        Connected(B, True),
         Received(B, BranchId("e" * 64), Term(1), BootId("2" * 16), progress),
         StepDone(1, 8, 1000, 5.5, 8),
         StepDone(2, 16, 1000, None, 16),
@@ -224,7 +239,7 @@ def test_the_hash_of_effects_depends_on_order_and_content() -> None:
 def test_a_tape_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     record(path, [Tick()])
-    path.write_text(path.read_text().replace('"version":1', '"version":99', 1))
+    path.write_text(path.read_text().replace('"version":2', '"version":99', 1))
     with pytest.raises(TapeError, match="99"):
         list(tape.read_tape(path))
 

@@ -1,7 +1,7 @@
 """A learner's shell: its link, its fetches, the fold, its orders and uploads, and the disk that outlives it.
 
 What `node/learning.py` and `runtime/following.py` do with sockets and threads is done here on the clock; tensors,
-frames and checkpoints are the real ones.
+frames and checkpoints are the real ones. It takes no part in elections, and its disk holds no chain.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from geo_diloco.manifest import FragmentId, PeerId, Seq, Version
+from geo_diloco.manifest import FragmentId, PeerId
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import bytes_from_vector
 from geo_diloco.protocol.effects import (
@@ -22,13 +22,15 @@ from geo_diloco.protocol.effects import (
     Effect,
     FetchEntries,
     FetchFragment,
-    FetchUpdate,
     ForgetBlob,
+    KeepEntry,
     PersistAccounts,
+    PersistVote,
     ReadyToLeave,
     RefusedForGood,
     Reset,
     RunFinished,
+    SeekSyncer,
     Send,
     StartTraining,
     TakeSample,
@@ -38,34 +40,40 @@ from geo_diloco.protocol.effects import (
 )
 from geo_diloco.protocol.events import (
     Applied,
+    ChainLoaded,
     Connected,
     DeltaEncoded,
     Disconnected,
+    EntryStored,
     Event,
     FragmentReplaced,
     Resumed,
     SampleTaken,
     Saved,
+    SnapshotLoaded,
     StepDone,
     StopRequested,
-    UpdateFetched,
     UploadDone,
     UploadFailed,
+    VotePersisted,
 )
-from geo_diloco.protocol.messages import BlobRef
+from geo_diloco.protocol.messages import BlobRef, FragmentHead
+from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.pieces import blob_ref
 from geo_diloco.sim.train.disk import MemberDisk, Saving, checkpoint_from
 from geo_diloco.sim.train.fleet import Machine
 from geo_diloco.sim.train.syncer import SyncerProcess
 from geo_diloco.sim.train.training import Start, Training
-from geo_diloco.sim.train.world import CUT_NOTICED_MS, WORK_MS, ControlLink, Process, World
+from geo_diloco.sim.train.world import CUT_NOTICED_MS, FSYNC_MS, WORK_MS, ControlLink, Process, World
 from geo_diloco.training.checkpoint import LearnerCheckpoint
 from geo_diloco.training.learner import AdoptOrder, ResetOrder, SampleOrder
 from geo_diloco.training.reports import Report
 
 RETRY_MS = 500
 """Between two tries to reach the syncer."""
+SNAPSHOT_RETRY_MS = 10
+"""Between two tries to take a fragment while an entry is under way."""
 SAVE_MS = 50
 """Writing a checkpoint."""
 SAVE_EVERY_S = 10.0
@@ -86,7 +94,7 @@ class MemberProcess(Process):
     """One process start of a learner."""
 
     def __init__(self, world: World, parts: MemberParts) -> None:
-        super().__init__(world, parts.peer, "learner")
+        super().__init__(world, parts.peer, "learner", hello=HelloFacts(host="learner"), seat=Seat())
         self._parts = parts
         self._syncer = parts.syncer
         self.machine = parts.machine
@@ -95,10 +103,10 @@ class MemberProcess(Process):
         self._outer = OuterState(world.layout, with_momentum=False, with_residual=False)
         self._training: Training | None = None
         self._saves: dict[int, LearnerCheckpoint] = {}
-        self._fetched: dict[tuple[FragmentId, Version], bytes] = {}
+        self._updates: dict[BlobRef, bytes] = {}
+        """Fetched, not folded yet."""
         self._fold_free_at = 0
         self._down_free_at = 0
-        self._is_leaving = False
 
     # ---- start and end
 
@@ -109,37 +117,30 @@ class MemberProcess(Process):
             self._from_syncer(self._start_from_snapshot)
             return
         accounts = saving.accounts
-        for p, head in enumerate(accounts.resume_at.heads):
-            self._outer.load_fragment(
-                FragmentId(p),
-                head.version,
-                theta=bytes_from_vector(saving.state.tensors[f"anchor.{p}"]),
-                momentum=None,
-                state_digest=head.state_digest,
-                momentum_digest=head.momentum_digest,
-            )
-        self._begin(saving.state)
-        self.handle(accounts.resume_at)
+        theta = [bytes_from_vector(saving.state.tensors[f"anchor.{p}"]) for p in self._fragments]
+        self._begin(accounts.resume_at, theta, saving.state)
         self.handle(Resumed(accounts.step, accounts.tokens, accounts.accounts, *self._disk.lost_since(saving)))
-        self._from_syncer(lambda: self._take_entries(accounts.resume_at.seq + 1))
-        self._connect()
+        self.clock.after(2 * self.machine.delay_ms, self._connect)
 
     def _start_from_snapshot(self) -> bool:
         snapshot = self._syncer.snapshot()
         if snapshot is None:
             return False
-        for p in range(self.world.layout.num_fragments):
-            self._syncer.load_fragment(self._outer, FragmentId(p))
-        self._begin(None)
-        self.handle(snapshot)
+        self._begin(snapshot, [self._syncer.theta(p) for p in self._fragments], None)
         self._connect()
         return True
 
-    def _begin(self, checkpoint: LearnerCheckpoint | None) -> None:
-        fragments = range(self.world.layout.num_fragments)
+    @property
+    def _fragments(self) -> list[FragmentId]:
+        return [FragmentId(p) for p in range(self.world.layout.num_fragments)]
+
+    def _begin(self, snapshot: SnapshotLoaded, theta: list[bytes], checkpoint: LearnerCheckpoint | None) -> None:
+        """The outer state stands at the snapshot. There is no more of the chain on this disk."""
+        for fragment in self._fragments:
+            self._load(fragment, snapshot.heads[fragment], theta[fragment])
         start = Start(
             model=self._parts.model,
-            theta=[self._outer.theta(FragmentId(p)) for p in fragments],
+            theta=[self._outer.theta(fragment) for fragment in self._fragments],
             checkpoint=checkpoint,
             step_ms=self.machine.step_ms,
             save_every_s=SAVE_EVERY_S if self._disk.keeps_checkpoints else 0.0,
@@ -147,6 +148,18 @@ class MemberProcess(Process):
             progress=lambda: self.core.ledger.progress,
         )
         self._training = Training(self.world, start)
+        self.handle(snapshot)
+        self.handle(ChainLoaded())
+
+    def _load(self, fragment: FragmentId, head: FragmentHead, theta: bytes) -> None:
+        self._outer.load_fragment(
+            fragment,
+            head.version,
+            theta=theta,
+            momentum=None,
+            state_digest=head.state_digest,
+            momentum_digest=head.momentum_digest,
+        )
 
     def crash(self) -> None:
         """The process dies; the disk stays."""
@@ -160,7 +173,6 @@ class MemberProcess(Process):
 
     def leave(self) -> None:
         """In good order: what is sampled is handed in, then Goodbye."""
-        self._is_leaving = True
         self.handle(StopRequested("the token budget is spent"))
 
     def freeze(self) -> None:
@@ -184,14 +196,25 @@ class MemberProcess(Process):
     # ---- connections
 
     def _connect(self) -> None:
-        if not self.is_alive or self._link is not None:
+        """There is nobody but the founder to look for."""
+        if not self.is_alive or self._link is not None or not self.core.seeks:
             return
         if self._is_out_of_reach:
             self.clock.after(RETRY_MS, self._connect)
             return
         self._link = ControlLink(self, self._syncer, self.machine.delay_ms)
         self._syncer.links[self.peer] = self._link
-        self.handle(Connected(self._syncer.peer))
+        self._syncer.handle(Connected(self.peer))
+        self.handle(Connected(self._syncer.peer, seeking=True))
+
+    def _seek(self) -> None:
+        self._link = None
+        self.clock.after(RETRY_MS, self._connect)
+
+    def lost(self, link: ControlLink) -> None:
+        if self._link is link:
+            self.handle(Disconnected(self._syncer.peer, "cut"))
+            self._seek()
 
     @property
     def _is_out_of_reach(self) -> bool:
@@ -205,9 +228,6 @@ class MemberProcess(Process):
         if self.is_alive and not self.is_frozen and isinstance(event, StepDone):
             self._disk.steps_heard, self._disk.tokens_heard = event.step, event.tokens
         super().handle(event)
-        if isinstance(event, Disconnected) and not self._is_leaving:
-            self._link = None
-            self.clock.after(RETRY_MS, self._connect)
 
     def _from_syncer(self, ask: Callable[[], bool]) -> None:
         """Ask for something small until it works; `ask` says whether it did."""
@@ -241,19 +261,23 @@ class MemberProcess(Process):
         match effect:
             case Send():
                 if self._link is not None:
-                    self._link.send(self, effect.message, effect.branch, effect.term)
+                    self._link.send(self, effect)
             case CloseConnection():
                 if self._link is not None:
                     self._link.close_when_sent()
+            case PersistVote():
+                self.handle_after(FSYNC_MS, VotePersisted(effect.number))  # and forgotten: it never votes
+            case SeekSyncer():
+                self._seek()
             case FetchEntries():
                 self._from_syncer(lambda: self._take_entries(effect.from_seq))
-            case FetchUpdate():
-                self._fetch(effect.blob.size, lambda: self._update_here(effect))
+            case KeepEntry():
+                self._keep(effect)
             case ApplyUpdate():
                 self._on_fold(lambda: self._apply(effect))
             case FetchFragment():
                 size = 4 * self.world.layout.num_elements[effect.fragment]
-                self._fetch(size, lambda: self._on_fold(lambda: self._replace(effect)))
+                self._fetch(size, lambda: self._take_fragment(effect.fragment))
             case RefusedForGood():
                 raise AssertionError(effect.reason)
             case ReadyToLeave() | TokensMerged() | TokensDropped():
@@ -308,9 +332,18 @@ class MemberProcess(Process):
             self.handle(event)
         return True
 
-    def _update_here(self, effect: FetchUpdate) -> None:
-        self._fetched[effect.fragment, effect.version] = self._syncer.updates[effect.blob]
-        self.handle(UpdateFetched(effect.fragment, effect.version))
+    def _keep(self, effect: KeepEntry) -> None:
+        """No fsync: this disk is no elector's."""
+        update, stored = effect.update, EntryStored(effect.digest)
+        if update is None:
+            self.handle_after(0, stored)
+            return
+
+        def arrived() -> None:
+            self._updates[update] = self._syncer.updates[update]
+            self.handle(stored)
+
+        self._fetch(update.size, arrived)
 
     def _on_fold(self, action: Callable[[], None]) -> None:
         """On the worker thread: one at a time, in the order asked for."""
@@ -318,15 +351,27 @@ class MemberProcess(Process):
         self.clock.at(self._fold_free_at, lambda: action() if self.is_alive else None)
 
     def _apply(self, effect: ApplyUpdate) -> None:
-        self._outer.apply(effect, self._fetched.pop((effect.fragment, effect.version)))
+        self._outer.apply(effect, self._updates.pop(effect.update))
         self.handle(Applied(effect.fragment, effect.version, effect.state_digest))
 
-    def _replace(self, effect: FetchFragment) -> None:
-        """The chain is brought to the snapshot's seq first, so that no commit that it holds comes after it."""
-        self._take_entries(Seq(self.core.ledger.seq + 1))
-        version = self._syncer.load_fragment(self._outer, effect.fragment)
-        digest = self.core.ledger.heads[effect.fragment].state_digest
-        self.handle(FragmentReplaced(effect.fragment, version, digest))
+    def _take_fragment(self, fragment: FragmentId) -> None:
+        """It may be of a version that is not durable yet, as far as is known here: then it waits."""
+        snapshot = self._syncer.snapshot()
+        if snapshot is None:
+            self.clock.after(SNAPSHOT_RETRY_MS, lambda: self._take_fragment(fragment))
+            return
+        head, theta = snapshot.heads[fragment], self._syncer.theta(fragment)
+
+        def replace() -> None:
+            if not self.is_alive:
+                return
+            if self.core.ledger.heads[fragment].version < head.version:
+                self.clock.after(SNAPSHOT_RETRY_MS, lambda: self._on_fold(replace))
+                return
+            self._load(fragment, head, theta)
+            self.handle(FragmentReplaced(fragment, head.version, head.state_digest))
+
+        self._on_fold(replace)
 
     # ---- reports, contributions, checkpoints
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from geo_diloco.config import Fault
 from geo_diloco.errors import ConfigError
-from geo_diloco.manifest import FragmentId, RunManifest
+from geo_diloco.manifest import ElectionSpec, FragmentId, RunManifest
 from geo_diloco.numerics.fragments import gather, layout_from_module, named_trainable, scatter_
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.sim.clock import Clockwork
@@ -98,7 +98,8 @@ class Simulation:
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)  # with more, sums depend on the machine
-        self.manifest = replace(self.manifest, founder=peer_named("founder"), nonce=f"{self.seed:032x}")
+        alone = ElectionSpec(electors=1)
+        self.manifest = replace(self.manifest, founder=peer_named("founder"), election=alone, nonce=f"{self.seed:032x}")
         model = build_model(self.manifest.model, with_weights=True)
         layout = layout_from_module(model, num_fragments=self.manifest.sync.num_fragments)
         theta_0 = [gather(named_trainable(model), layout, p) for p in range(layout.num_fragments)]

@@ -1,7 +1,8 @@
 """The syncer's shell: real merges, an honest disk, and every blob it was handed.
 
-The order on disk is that of `runtime/serving.py`: an entry is on disk before the core hears `Sealed`, and what a merge
-made is visible only with its commit.
+It is the founder, and alone on the roster: it votes for itself, and what it has sealed is durable. The order on disk
+is that of `runtime/serving.py`: an entry is on disk before the core hears `Sealed`, a vote before `VotePersisted`, and
+what a merge made is visible only with its commit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from geo_diloco.manifest import Digest, FragmentId, PeerId, Version
+from geo_diloco.manifest import Digest, FragmentId, PeerId
 from geo_diloco.numerics.fragments import fragment_digest
 from geo_diloco.protocol.effects import (
     AcceptBlob,
@@ -22,6 +23,7 @@ from geo_diloco.protocol.effects import (
     Evaluate,
     ForgetBlob,
     Merge,
+    PersistVote,
     RunFinished,
     Seal,
     Send,
@@ -29,21 +31,20 @@ from geo_diloco.protocol.effects import (
 from geo_diloco.protocol.events import (
     BlobArrived,
     ContributionChecked,
+    Disconnected,
     EntryArrived,
     Evaluated,
     FoundRun,
     MergeFailed,
     Sealed,
     SnapshotLoaded,
+    VotePersisted,
 )
-from geo_diloco.protocol.ledger import Ledger
-from geo_diloco.protocol.messages import BlobRef, Commit, Entry, Finished
+from geo_diloco.protocol.messages import BlobRef, Commit, Entry
+from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.runtime.merger import MergeError, OuterState
 from geo_diloco.runtime.pieces import blob_ref
-from geo_diloco.sim.train.world import WORK_MS, ControlLink, Process, World, entry_digest
-
-SEAL_MS = 2
-"""Signing an entry and having it on disk."""
+from geo_diloco.sim.train.world import FSYNC_MS, WORK_MS, ControlLink, Process, World, entry_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ class SyncerProcess(Process):
     """The founder. Never dies here: what a run does without it is for the simulator of the protocol to show."""
 
     def __init__(self, world: World, theta_0: Sequence[Tensor], measure: Callable[[OuterState], float | None]) -> None:
-        super().__init__(world, world.manifest.founder, "syncer")
+        hello = HelloFacts(host="syncer", address="syncer:1")
+        seat = Seat(may_serve=True, may_elect=True, fresh_enrolment="the syncer's disk", machine="syncer")
+        super().__init__(world, world.manifest.founder, "follower", hello=hello, seat=seat)
         sync = world.manifest.sync
         kept = sync.staleness_max if sync.late_form == "paper" else 0
         self.outer = OuterState(world.layout, with_momentum=True, with_residual=True, updates_kept=kept)
@@ -69,8 +72,6 @@ class SyncerProcess(Process):
         self.updates: dict[BlobRef, bytes] = {}
         self.last_commit_at = 0
         self._measure = measure
-        self._ledger = Ledger(founder=self.peer)
-        """Where the disk stands, as a snapshot tells it; the core's own may be behind by the entry just sealed."""
         self._accepted: set[BlobRef] = set()
         self._contributions: dict[BlobRef, bytes] = {}
 
@@ -91,12 +92,14 @@ class SyncerProcess(Process):
         match effect:
             case Send():
                 if (link := self.links.get(effect.to)) is not None:
-                    link.send(self, effect.message, effect.branch, effect.term)
+                    link.send(self, effect)
             case CloseConnection():
                 if (link := self.links.get(effect.peer)) is not None:
                     link.close_when_sent()
+            case PersistVote():
+                self.handle_after(FSYNC_MS, VotePersisted(effect.number))
             case Seal():
-                self.clock.after(SEAL_MS, lambda: self._on_disk(effect.entry))
+                self.clock.after(FSYNC_MS, lambda: self._on_disk(effect.entry))
             case Announce():
                 for peer in sorted(self.links):
                     self.links[peer].deliver(self, self._arrival(self.chain[effect.seq]))
@@ -118,6 +121,12 @@ class SyncerProcess(Process):
             case _:
                 raise AssertionError(f"not for a syncer: {effect!r}")
 
+    def lost(self, link: ControlLink) -> None:
+        peer = link.learner.peer
+        if self.links.get(peer) is link:
+            del self.links[peer]
+            self.handle(Disconnected(peer, "cut"))
+
     def _arrival(self, link: ChainLink) -> EntryArrived:
         return EntryArrived(link.entry, link.digest, self.peer)
 
@@ -127,9 +136,7 @@ class SyncerProcess(Process):
         if isinstance(entry, Commit):
             self.outer.commit(entry.fragment, entry.version)
             self.last_commit_at = self.clock.now
-        if not isinstance(entry, Finished):
-            self._ledger.apply(entry, link.digest)
-        self.handle(Sealed(entry.header.seq, link.digest))
+        self.handle(Sealed(entry.header.term, entry.header.seq, link.digest))
 
     def _check(self, effect: CheckContribution) -> None:
         frame = self._contributions.get(effect.blob)
@@ -162,10 +169,11 @@ class SyncerProcess(Process):
         return [self._arrival(link) for link in self.chain[from_seq:]]
 
     def snapshot(self) -> SnapshotLoaded | None:
-        """Where `outer` stands now; none before the run is open."""
-        ledger = self._ledger
-        if ledger.syncer is None:
+        """Where `outer` stands now; none before the run is open, and while an entry is on its way to the disk."""
+        ledger = self.core.state_ledger()
+        if ledger is None or ledger.opened is None:
             return None
+        assert ledger.seq == self.core.ledger.seq, "alone on the roster, and not durable"
         return SnapshotLoaded(
             branch=ledger.branch,
             term=ledger.term,
@@ -176,17 +184,11 @@ class SyncerProcess(Process):
             layout_digest=ledger.layout_digest,
             tokens_per_fragment=tuple(ledger.tokens),
             progress=ledger.progress,
+            roster=ledger.roster,
+            roster_seq=ledger.roster_seq,
+            opened=ledger.opened,
         )
 
-    def load_fragment(self, into: OuterState, fragment: FragmentId) -> Version:
-        """A learner's outer state takes a fragment as it stands here."""
-        head = self._ledger.heads[fragment]
-        into.load_fragment(
-            fragment,
-            head.version,
-            theta=self.outer.fragment_bytes(fragment)[0],
-            momentum=None,
-            state_digest=head.state_digest,
-            momentum_digest=head.momentum_digest,
-        )
-        return head.version
+    def theta(self, fragment: FragmentId) -> bytes:
+        """As a snapshot of now holds it."""
+        return self.outer.fragment_bytes(fragment)[0]

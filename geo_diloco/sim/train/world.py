@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from geo_diloco.manifest import BootId, Digest, MonoMs, PeerId, RunManifest
 from geo_diloco.numerics.fragments import Layout
-from geo_diloco.protocol.effects import Effect, Note
-from geo_diloco.protocol.events import Disconnected, Event, Received, Tick
-from geo_diloco.protocol.messages import Message
-from geo_diloco.protocol.peer import HelloFacts
+from geo_diloco.protocol.effects import Effect, Note, Send
+from geo_diloco.protocol.events import Event, Received, Tick
+from geo_diloco.protocol.peer import Role
+from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.sim.clock import Clockwork
 from geo_diloco.sim.train.fleet import Fleet
 from geo_diloco.tape import Boot, TapeBoot, TapeEvent, effects_hash
@@ -26,6 +25,8 @@ HOP_MS = 1
 """From the training thread to the node's, and back."""
 WORK_MS = 1
 """Encoding, decoding, merging or applying a fragment."""
+FSYNC_MS = 2
+"""Having an entry, signed, or a vote on disk."""
 CUT_NOTICED_MS = 2_000
 """Until both ends of a connection know that it is gone."""
 
@@ -37,8 +38,8 @@ def peer_named(name: str) -> PeerId:
 
 @dataclass
 class World:
-    """One simulated run's surroundings. `manifest.founder` is the syncer, `manifest.stop.tokens` the budget of tokens
-    trained: when it is spent nobody begins another inner step."""
+    """One simulated run's surroundings. `manifest.founder` is the syncer, and alone on the roster;
+    `manifest.stop.tokens` is the budget of tokens trained: when it is spent nobody begins another inner step."""
 
     manifest: RunManifest
     layout: Layout
@@ -83,7 +84,7 @@ class World:
 class Process:
     """One process start. Subclasses carry out effects in `do`."""
 
-    def __init__(self, world: World, peer: PeerId, role: Literal["syncer", "learner"]) -> None:
+    def __init__(self, world: World, peer: PeerId, role: Role, *, hello: HelloFacts, seat: Seat) -> None:
         tape = world.tapes.setdefault(peer, [])
         boot = Boot(
             peer=peer,
@@ -91,8 +92,9 @@ class Process:
             role=role,
             run=world.manifest.run_id(),
             layout_digest=world.layout.digest,
-            hello=HelloFacts(host=role),
+            hello=hello,
             rules=world.manifest.rules(),
+            seat=seat,
         )
         tape.append(TapeBoot(1, boot))
         self.world = world
@@ -122,7 +124,9 @@ class Process:
         self.core.check_invariants()
         self.world.record(self, event, effects)
         for effect in effects:
-            if not isinstance(effect, Note):
+            if isinstance(effect, Note):
+                assert effect.level != "error", effect.text
+            else:
                 self.do(effect)
         self._set_tick()
 
@@ -131,6 +135,10 @@ class Process:
 
     def do(self, effect: Effect) -> None:
         """Carry out one effect; what it is answered by must come through the clock."""
+        raise NotImplementedError
+
+    def lost(self, link: ControlLink) -> None:
+        """One of its links broke, and it has noticed."""
         raise NotImplementedError
 
     def freeze(self) -> None:
@@ -162,32 +170,32 @@ class ControlLink:
     """A control connection: in order each way, and what is under way is lost when it breaks."""
 
     def __init__(self, learner: Process, syncer: Process, delay_ms: int) -> None:
-        self._learner, self._syncer = learner, syncer
+        self.learner, self.syncer = learner, syncer
         self._delay_ms = delay_ms
         self.is_up = True
 
-    def send(self, sender: Process, message: Message, branch: str, term: int) -> None:
-        self.deliver(sender, Received(sender.peer, branch, term, sender.boot, message))  # type: ignore[arg-type]
+    def send(self, sender: Process, effect: Send) -> None:
+        self.deliver(sender, Received(sender.peer, effect.branch, effect.term, sender.boot, effect.message))
 
     def deliver(self, sender: Process, event: Event) -> None:
         """The delay is the same for all, so the clock's counter keeps them in order."""
-        receiver = self._syncer if sender is self._learner else self._learner
+        receiver = self.syncer if sender is self.learner else self.learner
 
         def arrive() -> None:
             if self.is_up:
                 receiver.handle(event)
 
-        self._learner.clock.after(self._delay_ms, arrive)
+        self.learner.clock.after(self._delay_ms, arrive)
 
     def break_off(self, *, noticed_ms: int) -> None:
         if not self.is_up:
             return
         self.is_up = False
-        self._learner.handle_after(noticed_ms, Disconnected(self._syncer.peer, "cut"))
-        self._syncer.handle_after(noticed_ms, Disconnected(self._learner.peer, "cut"))
+        self.learner.clock.after(noticed_ms, lambda: self.learner.lost(self))
+        self.learner.clock.after(noticed_ms, lambda: self.syncer.lost(self))
 
     def close_when_sent(self) -> None:
-        self._learner.clock.after(self._delay_ms, lambda: self.break_off(noticed_ms=0))
+        self.learner.clock.after(self._delay_ms, lambda: self.break_off(noticed_ms=0))
 
 
 def entry_digest(entry: object) -> Digest:

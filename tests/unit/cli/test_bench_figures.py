@@ -9,10 +9,10 @@ import pytest
 from geo_diloco.cli.bench_kill import commit_times_ms
 from geo_diloco.cli.bench_overhead import WARM_UP_STEPS, StepWindow
 from geo_diloco.cli.bench_quality import steps_of
-from geo_diloco.manifest import BootId, Digest, FragmentId, MonoMs, PeerId, RunId, RunRules, Seq
+from geo_diloco.manifest import BootId, Digest, FragmentId, MonoMs, PeerId, RunId, RunRules, Seq, Term
 from geo_diloco.protocol.events import Merged, Sealed, StepDone
 from geo_diloco.protocol.messages import BlobRef
-from geo_diloco.protocol.peer import HelloFacts
+from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.tape import Boot, TapeWriter
 
 
@@ -20,10 +20,11 @@ def tape(path: Path) -> TapeWriter:
     boot = Boot(
         peer=PeerId("a" * 64),
         boot=BootId("b" * 16),
-        role="syncer",
+        role="follower",
         run=RunId("c" * 40),
         layout_digest=Digest("d" * 64),
         hello=HelloFacts(),
+        seat=Seat(),
         rules=RunRules(),
     )
     return TapeWriter(path, boot)
@@ -45,12 +46,12 @@ def merged(fragment: int) -> Merged:
 
 def test_commits_are_seals_after_merges_and_nothing_else(tmp_path: Path) -> None:
     writer = tape(tmp_path / "tape.jsonl")
-    writer.event(Sealed(Seq(0), Digest("f" * 64)), MonoMs(5))
+    writer.event(Sealed(Term(1), Seq(0), Digest("f" * 64)), MonoMs(5))
     writer.event(merged(0), MonoMs(90))
     writer.event(merged(1), MonoMs(95))
-    writer.event(Sealed(Seq(1), Digest("f" * 64)), MonoMs(100))
-    writer.event(Sealed(Seq(2), Digest("f" * 64)), MonoMs(250))
-    writer.event(Sealed(Seq(3), Digest("f" * 64)), MonoMs(300))
+    writer.event(Sealed(Term(1), Seq(1), Digest("f" * 64)), MonoMs(100))
+    writer.event(Sealed(Term(1), Seq(2), Digest("f" * 64)), MonoMs(250))
+    writer.event(Sealed(Term(1), Seq(3), Digest("f" * 64)), MonoMs(300))
     writer.close()
     assert commit_times_ms(tmp_path / "tape.jsonl") == [100, 250]
 

@@ -97,6 +97,14 @@ class FakeNode:
         on_ready(FounderInfo())
         return self.exit_status
 
+    def run_standby(self, invite: Invite, config: PeerConfig) -> int:
+        self.calls.append(("standby", invite, config))
+        return 0
+
+    def hand_over(self, run_dir: Path, *, to: str) -> str:
+        self.calls.append(("hand over", run_dir, to))
+        return "handed over"
+
     def run_follower(self, invite: Invite, config: PeerConfig) -> int:
         self.calls.append(("follower", invite, config))
         return self.exit_status
@@ -123,7 +131,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
     fake = FakeNode()
     module = types.ModuleType("geo_diloco.node")
     loop = types.ModuleType("geo_diloco.training.loop")
-    for name in ("run_founder", "run_follower", "fetch_status", "join", "export", "replay"):
+    for name in ("run_founder", "run_follower", "run_standby", "hand_over", "fetch_status", "join", "export", "replay"):
         setattr(module, name, getattr(fake, name))
     loop.train = lambda peer: fake.calls.append(("train", peer))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "geo_diloco.node", module)
@@ -212,8 +220,18 @@ def test_join_needs_only_the_invite(node: FakeNode) -> None:
 
 
 def test_join_without_training_follows(node: FakeNode) -> None:
+    run("join", LOCAL.to_string(), "--no-train", "--no-elector")
+    assert node.calls == [("follower", LOCAL, PeerConfig(elector=False))]
+
+
+def test_join_without_training_under_an_address_stands_by(node: FakeNode) -> None:
     run("join", LOCAL.to_string(), "--no-train", "--announce", "127.0.0.1:5")
-    assert node.calls == [("follower", LOCAL, PeerConfig(announce="127.0.0.1:5"))]
+    assert node.calls == [("standby", LOCAL, PeerConfig(announce="127.0.0.1:5"))]
+
+
+def test_handover_names_the_folder_and_whom(node: FakeNode) -> None:
+    assert run("handover", "a-run", "--to", "ab").stdout == "handed over\n"
+    assert node.calls == [("hand over", Path("a-run"), "ab")]
 
 
 def test_join_takes_flags_over_the_environment(node: FakeNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

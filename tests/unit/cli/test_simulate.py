@@ -1,4 +1,4 @@
-"""`geo-diloco simulate train`: its flags, its lines and its table; what it simulates is tested in tests/unit/sim."""
+"""`geo-diloco simulate train`: flags, lines and table; what it simulates is tested in tests/sim."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ FOUND = Found(
     num_elements=NUM_ELEMENTS,
     roster=(),
 )
-OPEN = Open(header=header(1), syncer=PeerId("d" * 64), boot=BootId("c" * 16), address="127.0.0.1:1")
+OPEN = Open(header=header(1), syncer=PeerId("d" * 64), boot=BootId("c" * 16), address="127.0.0.1:1", votes=())
 FINISHED = Finished(header=header(9), reason="time", tokens_total=1)
 
 
@@ -322,5 +322,5 @@ def test_a_runs_folder_is_read_and_its_signatures_checked(tmp_path: Path) -> Non
 
 
 def signed_chain(syncer: PeerId) -> list[Entry]:
-    opened = Open(header=header(1), syncer=syncer, boot=BootId("c" * 16), address="127.0.0.1:1")
+    opened = Open(header=header(1), syncer=syncer, boot=BootId("c" * 16), address="127.0.0.1:1", votes=())
     return [FOUND, opened, record(2, 5.6), commit(3, 0, 1, sizes=(150,), update=150), FINISHED]

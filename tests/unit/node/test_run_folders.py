@@ -94,10 +94,18 @@ def test_a_peer_that_joins_keeps_out_of_a_founders_folder_and_of_another_runs(tm
     hold_slot(FOUNDED.run_id(), folder).release()
 
 
-@pytest.mark.parametrize("act", [lambda folder: export(folder, folder.parent / "out"), lambda folder: found(folder)])
-def test_only_a_founders_folder_is_resumed_or_exported_and_others_stay_untouched(act: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda folder: export(folder, folder.parent / "out"), "neither a founder's folder nor a standby's"),
+        (lambda folder: found(folder), r"has no key\.pem: only the founder's folder can be resumed"),
+    ],
+)
+def test_a_learners_folder_is_neither_resumed_nor_exported_and_stays_untouched(
+    act: Any, said: str, tmp_path: Path
+) -> None:
     folder = joined_folder(tmp_path / "learner")
-    with pytest.raises(RunDirError, match=r"has no key\.pem: only the founder's folder"):
+    with pytest.raises(RunDirError, match=said):
         act(folder)
     with pytest.raises(RunDirError, match="is the folder of a peer that joined"):
         found(MANIFEST, run_dir=folder)

@@ -12,7 +12,7 @@ from geo_diloco.manifest import FragmentId, Version
 from geo_diloco.protocol.accounts import PPM, Account
 from geo_diloco.protocol.effects import TokensDropped
 from geo_diloco.protocol.messages import BlobRef, Contribution, ContributionId
-from tests.support.cluster import fake_digest, fake_peer
+from geo_diloco.sim.fakes import fake_digest, fake_peer
 
 P = FragmentId(0)
 

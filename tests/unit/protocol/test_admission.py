@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from geo_diloco.manifest import FragmentId, Version
 from geo_diloco.protocol.admission import COUNT_MAX, Admission, admit, blob_size_max
 from geo_diloco.protocol.messages import BlobRef, Contribution, ContributionId
+from geo_diloco.sim.fakes import fake_digest
 from tests.support.chains import ANN, BEN, SYNC, ChainBuilder, contribution, participant
-from tests.support.cluster import fake_digest
 
 
 def chain_of(num_commits: int = 1) -> ChainBuilder:

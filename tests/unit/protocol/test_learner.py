@@ -30,8 +30,8 @@ from geo_diloco.protocol.messages import (
     Hello,
     Sampled,
 )
-from tests.support.chains import ANN, SYNC, ChainBuilder, participant
-from tests.support.cluster import FOUNDER, fake_digest
+from geo_diloco.sim.fakes import fake_digest
+from tests.support.chains import ANN, FOUNDER, SYNC, ChainBuilder, participant
 from tests.support.single import P0, Learning, adopt, begun, handed_in, of, only, said, take
 
 # ---- rounds
@@ -272,9 +272,14 @@ def test_a_commit_with_work_that_this_process_does_not_remember_resets_the_fragm
 def test_a_snapshot_over_several_commits_books_every_one_that_took_forgotten_work() -> None:
     learning, chain = begun()
     found = chain.events[0].digest
-    learning.give(chain.commit(0, participant(ANN, found, 0, 0, 8, tokens=700)))
-    learning.give(chain.commit(0, participant(ANN, chain.bases[0], 1, 8, 12, tokens=300)))
-    learning.give(UpdateLost(P0, Version(1), "not kept"))
+    commits = [
+        chain.commit(0, participant(ANN, found, 0, 0, 8, tokens=700)),
+        chain.commit(0, participant(ANN, chain.bases[0], 1, 8, 12, tokens=300)),
+    ]
+    for commit in commits:
+        learning.give(commit)
+    learning.durable(commits[1])
+    learning.give(UpdateLost(commits[0].digest, "not kept"))
     effects = learning.give(FragmentReplaced(P0, Version(2), fake_digest("theta", 0, 2)))
     assert only(effects, Reset) == [Reset(P0, Version(2))]
     assert TokensMerged(P0, Version(2), 1_000) in adopt(learning, 2, scale_ppm=0)

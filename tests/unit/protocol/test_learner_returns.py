@@ -9,10 +9,11 @@ import pytest
 from geo_diloco.manifest import BranchId, FragmentId, Seq, Term, Version
 from geo_diloco.protocol.effects import (
     Adopt,
+    ApplyUpdate,
     CloseConnection,
     Effect,
     FetchEntries,
-    FetchUpdate,
+    KeepEntry,
     PersistAccounts,
     ReadyToLeave,
     RefusedForGood,
@@ -21,15 +22,16 @@ from geo_diloco.protocol.effects import (
     TakeSample,
     TokensDropped,
 )
+from geo_diloco.protocol.election.ballots import Refuse
 from geo_diloco.protocol.events import (
     Applied,
     Connected,
     Disconnected,
+    EntryStored,
     Resumed,
     Saved,
     StopRequested,
     Tick,
-    UpdateFetched,
     UploadDone,
 )
 from geo_diloco.protocol.messages import (
@@ -38,11 +40,10 @@ from geo_diloco.protocol.messages import (
     Goodbye,
     Hello,
     Progress,
-    Refuse,
 )
-from tests.support.chains import BEN
-from tests.support.cluster import FOUNDER, fake_digest
-from tests.support.single import P0, Learning, adopt, begun, handed_in, of, only, said, take
+from geo_diloco.sim.fakes import fake_digest
+from tests.support.chains import BEN, FOUNDER
+from tests.support.single import P0, Learning, adopt, begun, handed_in, known, of, only, said, take
 
 # ---- checkpoints and returning
 
@@ -70,20 +71,22 @@ def test_a_checkpoint_resumes_before_the_first_commit_that_is_not_adopted() -> N
     assert persist.resume_at.seq == 2
     assert [head.version for head in persist.resume_at.heads] == [2, 0]
     again, _ = resumed(persist)
-    effects = [effect for event in chain.events[3:] for effect in again.give(event)]
-    assert [(fetch.fragment, fetch.version) for fetch in only(effects, FetchUpdate)] == [(1, 1)]
+    again.connect()
+    effects = known(again, *chain.events[3:])
+    assert [(apply.fragment, apply.version) for apply in only(effects, ApplyUpdate)] == [(1, 1)]
+    assert [keep.digest for keep in only(effects, KeepEntry) if keep.update] == [chain.events[3].digest]
     assert again.core.ledger.head_digest == chain.events[-1].digest
 
 
 def test_a_checkpoint_from_before_a_new_term_follows_the_chain_into_it() -> None:
     learning, chain = begun()
     take(learning, chain.commit(0))
-    learning.give(chain.open(term=2))
+    known(learning, chain.open(term=2))
     persist = save(learning)
     assert (persist.resume_at.term, persist.resume_at.seq) == (1, 1)
     again, _ = resumed(persist)
-    for event in chain.events[2:]:
-        again.give(event)
+    again.connect()
+    known(again, *chain.events[2:])
     assert (again.core.ledger.term, again.core.ledger.seq) == (2, 3)
 
 
@@ -138,8 +141,8 @@ def test_messages_are_believed_only_from_the_founder_we_are_connected_to() -> No
     claim = handed_in(learning)
     refused = Decision(id=claim.id, verdict="refused", reason="a lie")
     assert learning.hear(refused, sender=BEN) == []
-    learning.give(Connected(BEN))
-    assert learning.hear(refused, sender=BEN) == []
+    learning.give(Connected(BEN, seeking=True))
+    assert learning.hear(refused, sender=BEN) == [], "the chain does not say that it serves"
 
 
 @pytest.mark.parametrize("fence", [{"branch": BranchId("elsewhere")}, {"term": Term(0)}])
@@ -152,12 +155,12 @@ def test_messages_of_another_branch_or_an_older_term_change_nothing(fence: dict[
 def test_a_higher_term_makes_it_fetch_the_chain_and_say_hello_again() -> None:
     learning, chain = begun()
     learning.give(Disconnected(FOUNDER, "restarted"))
-    learning.give(Connected(FOUNDER))
+    learning.give(Connected(FOUNDER, seeking=True))
     assert learning.hear(learning.asked(), term=Term(2)) == [FetchEntries(Seq(2))]
     refused = learning.hear(Refuse(reason="term", detail="term 1 is over", term=Term(2)), term=Term(2))
     assert only(refused, FetchEntries) != []
     effects = learning.give(chain.open(term=2))
-    assert [hello.head_seq for hello in said(effects, Hello)] == [2]
+    assert [hello.head_seq for hello in said(effects, Hello)] == [1], "what is durable here"
 
 
 def test_told_to_say_hello_it_says_hello() -> None:
@@ -209,9 +212,10 @@ def test_it_leaves_at_once_without_a_connection() -> None:
 
 def test_the_end_is_told_once_and_after_the_last_version() -> None:
     learning, chain = begun()
-    learning.give(chain.commit(0))
-    assert only(learning.give(chain.finished()), RunFinished) == []
-    learning.give(UpdateFetched(P0, Version(1)))
+    commit = chain.commit(0)
+    learning.give(commit)
+    assert only(known(learning, chain.finished()), RunFinished) == []
+    learning.give(EntryStored(commit.digest))
     assert only(learning.give(Applied(P0, Version(1), fake_digest("theta", 0, 1))), RunFinished) == [
         RunFinished("enough")
     ]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq, SyncSpec
 from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, Member, Membership, moving_average
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
+from geo_diloco.sim.fakes import LAYOUT
 from tests.support.chains import ANN, BEN, CYD
-from tests.support.cluster import LAYOUT
 
 HELLO = Hello(
     wire_version=1,

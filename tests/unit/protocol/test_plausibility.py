@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from geo_diloco.manifest import EvalSpec, FragmentId, PeerId, RunRules, StopSpec, SyncSpec, Version
+from geo_diloco.manifest import FragmentId, PeerId, StopSpec, Version
 from geo_diloco.protocol.accounts import PPM, Account
 from geo_diloco.protocol.effects import Effect, Merge, Seal, TokensDropped
-from geo_diloco.protocol.events import BlobArrived, ContributionChecked, Serve
+from geo_diloco.protocol.events import BlobArrived, ContributionChecked
 from geo_diloco.protocol.messages import Commit, Contribution, RoundOpen
-from geo_diloco.protocol.peer import Peer
 from geo_diloco.protocol.plausibility import (
     BATCH_FACTOR,
     CREDIT_FACTOR,
@@ -23,9 +22,9 @@ from geo_diloco.protocol.plausibility import (
     lower_median,
     tokens_per_second,
 )
+from geo_diloco.sim.fakes import fake_digest
 from tests.support.chains import ANN, BEN, CYD, SYNC, ChainBuilder, contribution, participant
-from tests.support.cluster import FOUNDER, LAYOUT, RUN, fake_digest
-from tests.support.single import BOOT, Syncing, hello, only, progress, said
+from tests.support.single import Syncing, hello, only, progress, said
 
 PER_STEP = 100
 USUAL = [1.0] * 8
@@ -103,18 +102,6 @@ def test_tokens_that_were_not_credited_leave_the_books_with_their_reason() -> No
 class Crediting(Syncing):
     """Of a run whose manifest says how many tokens an inner step has."""
 
-    def __init__(self, sync: SyncSpec = SYNC, stop: StopSpec | None = None) -> None:
-        super().__init__(sync, stop)
-        rules = RunRules(
-            sync=sync,
-            stop=stop or StopSpec(),
-            evaluation=EvalSpec(every_seconds=0),
-            num_shares=4,
-            tokens_per_step=PER_STEP,
-            founder=FOUNDER,
-        )
-        self.core = Peer(peer=FOUNDER, boot=BOOT, role="syncer", rules=rules, run=RUN, layout_digest=LAYOUT)
-
     def asked(self, effects: list[Effect] | None = None) -> RoundOpen:
         """The next question for fragment 1, from learners that do a step of PER_STEP tokens in 100 ms."""
         effects = effects or []
@@ -153,7 +140,7 @@ class Crediting(Syncing):
 
 
 def crediting(stop: StopSpec | None = None, quorum: int = 1) -> Crediting:
-    made = Crediting.founding(replace(SYNC, quorum=quorum), stop)
+    made = Crediting.founding(replace(SYNC, quorum=quorum), stop, tokens_per_step=PER_STEP)
     assert isinstance(made, Crediting)
     for peer in (ANN, BEN, CYD):
         made.join(peer)
@@ -234,10 +221,9 @@ def test_learners_that_stall_for_a_moment_cost_nobody_credit() -> None:
 def test_what_learners_train_while_nobody_serves_is_credited(away_ms: int, in_full: bool) -> None:
     chain = ChainBuilder.opened()
     chain.commit(1, *(participant(peer, chain.bases[1], 0, 0, 8) for peer in (ANN, BEN, CYD)))
-    it = Crediting()
-    for event in chain.events:
-        it.give(event)
-    it.give(Serve(away_ms))
+    it = Crediting.resuming(chain, away_ms, tokens_per_step=PER_STEP)
+    assert isinstance(it, Crediting)
+    it.pass_time(1_000)
     for peer in (ANN, BEN, CYD):
         it.join(peer)
     trained = 12_000 * PER_STEP

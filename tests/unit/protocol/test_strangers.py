@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from geo_diloco.manifest import MonoMs, PeerId, SyncSpec
-from geo_diloco.protocol.effects import ForgetBlob, Send
+from geo_diloco.protocol.effects import Effect, ForgetBlob
 from geo_diloco.protocol.events import Disconnected, MergeFailed, StopRequested
 from geo_diloco.protocol.membership import (
     AWAY_MS,
@@ -18,16 +18,16 @@ from geo_diloco.protocol.membership import (
     Membership,
 )
 from geo_diloco.protocol.messages import Allotment, RoundOpen, Welcome
+from geo_diloco.sim.fakes import fake_peer
 from tests.support.chains import ANN, BEN, CYD, SYNC, contribution
-from tests.support.cluster import fake_peer
 from tests.support.single import BOOT, Syncing, hello, only, progress, said
 
 WIRE_INTEGER_MAX = 2**53 - 1
 
 
-def share_of(effects: list[object], to: PeerId) -> Allotment:
-    (welcome,) = [each.message for each in effects if isinstance(each, Send) and each.to == to]
-    assert isinstance(welcome, Welcome) and welcome.allotment is not None
+def share_of(effects: list[Effect], to: PeerId) -> Allotment:
+    (welcome,) = said(effects, Welcome, to)
+    assert welcome.allotment is not None
     return welcome.allotment
 
 

@@ -6,26 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from geo_diloco.manifest import BootId, BranchId, Digest, StopSpec, Term
+from geo_diloco.manifest import WIRE_VERSION, BootId, BranchId, Digest, StopSpec, Term
 from geo_diloco.protocol.effects import (
     AcceptBlob,
     Announce,
     CheckContribution,
     CloseConnection,
-    Effect,
     ForgetBlob,
     Merge,
     ReadyToLeave,
     RunFinished,
     Seal,
 )
+from geo_diloco.protocol.election.ballots import Refuse
 from geo_diloco.protocol.events import (
     BlobArrived,
     ContributionChecked,
     Disconnected,
-    EntryArrived,
+    Evaluated,
     MergeFailed,
-    Serve,
     StopRequested,
 )
 from geo_diloco.protocol.messages import (
@@ -37,14 +36,13 @@ from geo_diloco.protocol.messages import (
     Found,
     Goodbye,
     Open,
-    Refuse,
     RoundOpen,
     Sampled,
     Welcome,
 )
+from geo_diloco.sim.fakes import fake_digest
 from tests.support.chains import ANN, BEN, CYD, SYNC, ChainBuilder, contribution
-from tests.support.cluster import fake_digest
-from tests.support.single import Syncing, hello, only, progress, said
+from tests.support.single import Syncing, hello, only, progress, said, vote_record
 
 QUORUM_2 = replace(SYNC, quorum=2)
 
@@ -202,7 +200,8 @@ def test_welcome_tells_which_steps_may_not_be_used_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"), [({"wire_version": 2}, "wire"), ({"layout_digest": Digest("00" * 32)}, "layout")]
+    ("changes", "reason"),
+    [({"wire_version": WIRE_VERSION + 1}, "wire"), ({"layout_digest": Digest("00" * 32)}, "layout")],
 )
 def test_a_peer_of_another_wire_version_or_layout_is_refused_by_name(changes: dict[str, object], reason: str) -> None:
     syncing = Syncing.founding()
@@ -218,7 +217,9 @@ def test_messages_of_another_branch_or_an_older_term_are_refused_with_our_term()
     assert refuse.reason == "branch"
     (refuse,) = said(syncing.hear(hello(), term=Term(0)), Refuse)
     assert (refuse.reason, refuse.term) == ("term", 1)
-    assert syncing.hear(hello(), term=Term(9)) == [], "nobody else can raise the founder's term"
+    (refuse,) = said(syncing.hear(hello(), term=Term(9)), Refuse)
+    assert refuse.reason == "not_serving", "whoever knows a higher term has to look elsewhere"
+    assert syncing.core.serves, "and raises nobody's term"
 
 
 def test_whoever_did_not_say_hello_is_told_to() -> None:
@@ -326,30 +327,56 @@ def test_a_run_of_so_many_commits_makes_exactly_so_many_and_finishes() -> None:
     assert only(syncing.hand_in(answer(asked, first_step=8)), Merge) == []
 
 
-def restarted(events: list[EntryArrived]) -> tuple[Syncing, list[Effect]]:
-    """A founder's next process, with its chain read from disk."""
-    syncing = Syncing()
-    effects = [effect for event in events for effect in syncing.give(event)]
-    return syncing, effects
-
-
 def test_a_syncer_that_resumes_opens_the_next_term_and_loses_no_version() -> None:
     chain = ChainBuilder.opened()
     chain.commit(1)
-    syncing, effects = restarted(chain.events)
-    assert effects == []
-    (seal,) = only(syncing.give(Serve()), Seal)
+    syncing = Syncing.resuming(chain)
+    assert only(syncing.effects, Seal) == []
+    (seal,) = only(syncing.pass_time(1_000), Seal)
     assert isinstance(seal.entry, Open) and seal.entry.header.term == 2
     syncing.join()
     assert opened(syncing, fragment=1).version == 1
 
 
-def test_a_finished_run_that_is_started_again_appends_nothing() -> None:
+def test_a_finished_run_that_is_started_again_only_opens_a_term_in_which_it_tells_so() -> None:
+    """The last entry becomes durable by an entry of a later term, if its syncer died before it could say so."""
+    chain = ChainBuilder.opened()
+    before_the_end = chain.snapshot(whole_chain=True)
+    chain.finished()
+    syncing = Syncing(record=vote_record(chain))
+    assert syncing.load(before_the_end, chain.events) == []
+    effects = syncing.pass_time(1_000)
+    assert [type(seal.entry) for seal in only(effects, Seal)] == [Open]
+    assert only(effects, RunFinished) == [RunFinished("enough")]
+    (welcome,) = said(syncing.join(), Welcome)
+    assert welcome.head_seq == 3
+    assert only(syncing.pass_time(60_000), Seal) == []
+
+
+def test_no_snapshot_goes_beyond_the_end() -> None:
+    """Whoever began with it would train on for ever."""
+    syncing = Syncing.founding(stop=StopSpec(commits=1))
+    syncing.join()
+    syncing.merged(only(syncing.hand_in(answer(opened(syncing))), Merge)[0])
+    ledger, state = syncing.core.ledger, syncing.core.state_ledger()
+    assert state is not None and (ledger.finished, state.finished) == ("1 commits made", None)
+    assert (state.seq, state.heads, state.tokens) == (ledger.seq - 1, ledger.heads, ledger.tokens)
+
+
+def test_no_learner_is_asked_for_anything_after_the_end() -> None:
     chain = ChainBuilder.opened()
     chain.finished()
-    syncing, effects = restarted(chain.events)
-    effects += syncing.give(Serve())
-    assert effects == [RunFinished("enough")]
+    syncing = Syncing.resuming(chain)
+    effects = syncing.pass_time(1_000) + syncing.join() + syncing.pass_time(10_000)
+    assert said(effects, Welcome) != [] and said(effects, RoundOpen) == []
+
+
+def test_a_measurement_that_comes_after_the_end_is_not_recorded() -> None:
+    syncing = Syncing.founding(stop=StopSpec(commits=1))
+    syncing.join()
+    syncing.merged(only(syncing.hand_in(answer(opened(syncing))), Merge)[0])
+    assert syncing.core.ledger.finished is not None
+    assert only(syncing.give(Evaluated(syncing.core.ledger.seq, 2.0)), Seal) == []
 
 
 def test_a_syncer_that_leaves_commits_what_it_is_merging_and_opens_nothing_more() -> None:

@@ -1,64 +1,18 @@
-"""The syncer's small parts: sealing in order, when to measure, when the run is over."""
+"""The syncer's small parts: when to measure, when the run is over."""
 
 from __future__ import annotations
 
 import pytest
 
-from geo_diloco.manifest import EvalSpec, MonoMs, RunRules, Seq, StopSpec, Term
-from geo_diloco.protocol.effects import Seal
-from geo_diloco.protocol.events import Sealed
+from geo_diloco.manifest import EvalSpec, MonoMs, RunRules, StopSpec
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.measuring import PATIENCE_MS, Measuring
-from geo_diloco.protocol.messages import EntryHeader, Record
-from geo_diloco.protocol.sealing import Sealing
 from geo_diloco.protocol.winding import StopRule
 from tests.support.chains import ANN, ChainBuilder, participant
-from tests.support.cluster import FOUNDER, RUN, fake_digest
-
-
-def record(header: EntryHeader) -> Record:
-    return Record(header=header, measured_seq=Seq(0), heldout_loss=2.0)
 
 
 def at(ms: int) -> MonoMs:
     return MonoMs(ms)
-
-
-# ---- sealing
-
-
-def test_entries_are_sealed_one_at_a_time_each_naming_the_one_before() -> None:
-    ledger = ChainBuilder.opened().ledger()
-    sealing = Sealing(RUN, ledger)
-    sealing.draft(Term(1), record)
-    sealing.draft(Term(1), record)
-    (first,) = sealing.next()
-    assert isinstance(first, Seal) and first.entry.header.prev == ledger.head_digest
-    assert sealing.next() == [] and not sealing.idle()
-    assert sealing.sealed(Sealed(Seq(2), fake_digest("first")), FOUNDER) == first.entry
-    (second,) = sealing.next()
-    assert isinstance(second, Seal)
-    assert (second.entry.header.seq, second.entry.header.prev) == (3, fake_digest("first"))
-    sealing.sealed(Sealed(Seq(3), fake_digest("second")), FOUNDER)
-    assert sealing.idle() and ledger.seq == 3
-
-
-def test_a_seal_that_was_not_asked_for_changes_nothing() -> None:
-    ledger = ChainBuilder.opened().ledger()
-    sealing = Sealing(RUN, ledger)
-    assert sealing.sealed(Sealed(Seq(2), fake_digest("x")), FOUNDER) is None
-    sealing.draft(Term(1), record)
-    sealing.next()
-    assert sealing.sealed(Sealed(Seq(1), fake_digest("x")), FOUNDER) is None
-    assert ledger.seq == 1 and not sealing.idle()
-
-
-def test_an_entry_that_the_chain_forbids_is_a_bug_of_ours() -> None:
-    sealing = Sealing(RUN, ChainBuilder.opened().ledger())
-    sealing.draft(Term(7), record)
-    sealing.next()
-    with pytest.raises(AssertionError, match="was not opened"):
-        sealing.sealed(Sealed(Seq(2), fake_digest("x")), FOUNDER)
 
 
 # ---- measuring

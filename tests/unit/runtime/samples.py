@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from geo_diloco.manifest import (
+    WIRE_VERSION,
     BootId,
     BranchId,
     Digest,
@@ -20,6 +21,7 @@ from geo_diloco.manifest import (
     Term,
     Version,
 )
+from geo_diloco.protocol.election.ballots import Elector, Opened
 from geo_diloco.protocol.messages import (
     BlobRef,
     Commit,
@@ -39,13 +41,14 @@ from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, make_session
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.wire import Signed, seal_entry
+from geo_diloco.runtime.wire import Order, Signed, seal_entry
 
 MANIFEST = RunManifest(nonce="00" * 16).canonical_bytes()
 RUN = RunManifest(nonce="00" * 16).run_id()
 D1, D2 = Digest("11" * 32), Digest("22" * 32)
 BRANCH = BranchId("33" * 32)
 BOOT = BootId("0123456789abcdef")
+PEER = PeerId("44" * 32)
 
 
 def header(seq: int = 3, prev: Digest = D1, run: RunId = RUN) -> EntryHeader:
@@ -95,7 +98,7 @@ def record(seq: int, prev: Digest) -> Record:
 
 
 def opening(syncer: PeerId) -> Open:
-    return Open(header=header(), syncer=syncer, boot=BOOT, address="127.0.0.1:31340")
+    return Open(header=header(), syncer=syncer, boot=BOOT, address="127.0.0.1:31340", votes=())
 
 
 def snapshot() -> Snapshot:
@@ -112,12 +115,15 @@ def snapshot() -> Snapshot:
         num_elements=(1,),
         layout_digest=D1,
         progress=0.0,
+        roster=(Elector(PEER, "ab", "machine", "127.0.0.1:31340"),),
+        roster_seq=Seq(0),
+        opened=Opened(PEER, BOOT, "127.0.0.1:31340", ()),
     )
 
 
 def hello(proof: str = "") -> Hello:
     return Hello(
-        wire_version=1,
+        wire_version=WIRE_VERSION,
         layout_digest=D1,
         trains=True,
         host="a laptop",
@@ -171,6 +177,8 @@ class RememberingPort:
     arrived: list[BlobRef] = field(default_factory=list)
     links: list[ControlLink] = field(default_factory=list)
     heard: list[Envelope] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+    entries_heard: list[Signed] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     admits: Callable[[str, str, PeerId], bool] = lambda proof, nonce, peer: True
     happened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -178,11 +186,18 @@ class RememberingPort:
     def signed_entries(self, from_seq: int, limit: int) -> list[Signed]:
         return self.entries[from_seq : from_seq + limit]
 
+    def proof(self, first: int, limit: int) -> list[Signed]:
+        return self.entries[first : first + limit]
+
     async def snapshot(self, fragments: tuple[int, ...] | None) -> Signed | None:
         return self.newest_snapshot
 
     def status(self) -> dict[str, Any]:
         return {"name": "run"}
+
+    def order(self, order: Order) -> str:
+        self.orders.append(order)
+        return "done"
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         return self.announced.get(digest)
@@ -200,8 +215,11 @@ class RememberingPort:
         self.links.append(link)
         self.received(link, envelope)
 
-    def received(self, link: ControlLink, envelope: Envelope) -> None:
-        self.heard.append(envelope)
+    def received(self, link: ControlLink, item: Envelope | Signed) -> None:
+        if isinstance(item, Signed):
+            self.entries_heard.append(item)
+        else:
+            self.heard.append(item)
         self.happened.set()
 
     def closed(self, link: ControlLink, reason: str) -> None:

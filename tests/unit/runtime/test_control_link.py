@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
-from geo_diloco.manifest import PeerId, RunId
+from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId
+from geo_diloco.protocol.election.ballots import Release
 from geo_diloco.protocol.messages import Envelope, Goodbye, Message, Sampled
 from geo_diloco.runtime import control, http
 from geo_diloco.runtime.control import ControlLink, connect_control
@@ -50,7 +51,7 @@ async def wait_over(link: ControlLink) -> str:
     return link.close_reason
 
 
-def test_envelopes_travel_both_ways_and_entries_down(tmp_path: Path) -> None:
+def test_envelopes_and_entries_travel_both_ways(tmp_path: Path) -> None:
     async def talk(it: Served) -> None:
         async with connect_control(it.session, it.url, ME, RUN, expected_peer=it.identity.peer_id) as link:
             assert link.peer == it.identity.peer_id
@@ -67,6 +68,9 @@ def test_envelopes_travel_both_ways_and_entries_down(tmp_path: Path) -> None:
             assert first.message == Goodbye(reason="you too")
             assert isinstance(second, Signed)
             assert open_entry(second) == entry
+            link.send(seal_entry(entry, ME).to_line())
+            await it.port.wait_until(lambda: bool(it.port.entries_heard))
+            assert open_entry(it.port.entries_heard[0]) == entry
         await it.port.wait_until(lambda: bool(it.port.ended))
         assert it.port.ended == ["closed"]
 
@@ -216,10 +220,9 @@ def test_a_bad_signature_closes_the_link(tmp_path: Path) -> None:
     with_server(tmp_path, talk)
 
 
-def test_an_entry_is_not_taken_from_the_dialing_end(tmp_path: Path) -> None:
+def test_an_entry_is_not_taken_from_one_who_has_not_said_who_he_is(tmp_path: Path) -> None:
     async def talk(it: Served) -> None:
         async with connect_control(it.session, it.url, ME, RUN) as link:
-            link.send(sealed(link, hello()))
             link.send(seal_entry(commit(ME.peer_id), ME).to_line())
             assert "envelope was wanted" in await wait_over(link)
 
@@ -248,22 +251,22 @@ def test_an_oversized_or_binary_message_closes_the_link(tmp_path: Path, monkeypa
 # ---- who may come in
 
 
-def test_a_hello_must_come_first(tmp_path: Path) -> None:
+def test_a_hello_or_a_ballot_must_come_first(tmp_path: Path) -> None:
     async def talk(it: Served) -> None:
         async with connect_control(it.session, it.url, ME, RUN) as link:
             link.send(sealed(link, Goodbye(reason="")))
-            assert await wait_over(link) == "a Hello must come first"
+            assert await wait_over(link) == "a Hello or a ballot must come first"
         assert not it.port.heard
 
     with_server(tmp_path, talk)
 
 
 def test_who_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "HELLO_S", 0.05)
+    monkeypatch.setattr(http, "FIRST_S", 0.05)
 
     async def talk(it: Served) -> None:
         async with connect_control(it.session, it.url, ME, RUN) as link:
-            assert await wait_over(link) == "no Hello in time"
+            assert await wait_over(link) == "nothing was said in time"
 
     with_server(tmp_path, talk)
 
@@ -298,13 +301,47 @@ def test_only_who_knows_the_token_is_admitted_and_a_relayed_proof_is_worth_nothi
     with_server(tmp_path, talk, port)
 
 
-def test_a_newer_connection_of_a_peer_replaces_the_older(tmp_path: Path) -> None:
+def test_who_has_the_token_may_begin_with_a_ballot_if_he_shows_a_pass(tmp_path: Path) -> None:
+    port = RememberingPort(admits=lambda proof, nonce, peer: proof_is_valid(proof, "secret", nonce=nonce, peer=peer))
+
+    async def talk(it: Served) -> None:
+        ballot = Release(to=it.identity.peer_id)
+        async with connect_control(it.session, it.url, ME, RUN) as link:
+            link.send(sealed(link, ballot))
+            await wait_over(link)
+            assert link.is_refused
+        async with connect_control(it.session, it.url, ME, RUN) as link:
+            link.send_pass(admission_proof("secret", nonce=link.nonce, peer=ME.peer_id))
+            link.send(sealed(link, ballot))
+            await it.port.wait_until(lambda: bool(it.port.heard))
+            assert it.port.heard[0].message == ballot
+            link.send_pass(admission_proof("secret", nonce=link.nonce, peer=ME.peer_id))
+            assert "signed line" in await wait_over(link), "a pass comes first or never"
+
+    with_server(tmp_path, talk, port)
+
+
+def test_the_same_process_may_dial_again(tmp_path: Path) -> None:
     async def talk(it: Served) -> None:
         async with connect_control(it.session, it.url, ME, RUN) as older:
             older.send(sealed(older, hello()))
             await it.port.wait_until(lambda: len(it.port.links) == 1)
             async with connect_control(it.session, it.url, ME, RUN) as newer:
                 newer.send(sealed(newer, hello()))
+                await it.port.wait_until(lambda: len(it.port.links) == 2)
+                assert await wait_over(older) == "replaced by a newer connection"
+                assert not older.is_refused
+
+    with_server(tmp_path, talk)
+
+
+def test_a_newer_connection_of_another_process_replaces_the_older(tmp_path: Path) -> None:
+    async def talk(it: Served) -> None:
+        async with connect_control(it.session, it.url, ME, RUN) as older:
+            older.send(sealed(older, hello()))
+            await it.port.wait_until(lambda: len(it.port.links) == 1)
+            async with connect_control(it.session, it.url, ME, RUN) as newer:
+                newer.send(sealed(newer, hello(), boot=BootId("f" * 16)))
                 await it.port.wait_until(lambda: len(it.port.links) == 2)
                 assert it.port.ended == ["replaced by a newer connection"]
                 assert "another process has joined with this peer's identity" in await wait_over(older)
@@ -367,8 +404,8 @@ def test_another_run_or_peer_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"wire": 2}, RefusedError),
-        ({"wire": "1"}, RefusedError),
+        ({"wire": WIRE_VERSION + 1}, RefusedError),
+        ({"wire": str(WIRE_VERSION)}, RefusedError),
         ({"run": "0" * 40}, RefusedError),
         ({"peer": "x"}, RemoteProtocolError),
         ({"peer": None}, RemoteProtocolError),
@@ -381,7 +418,7 @@ def test_a_greeting_that_makes_no_sense_is_refused(change: dict[str, Any] | None
     async def greet(request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        said = {"nonce": "1" * 32 + request.query["nonce"], "run": RUN, "peer": ME.peer_id, "wire": 1}
+        said = {"nonce": "1" * 32 + request.query["nonce"], "run": RUN, "peer": ME.peer_id, "wire": WIRE_VERSION}
         await socket.send_str(json.dumps(said | change) if change is not None else "[" * 5000)
         await socket.receive()
         return socket

@@ -10,20 +10,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geo_diloco.errors import LocalProtocolError, RemoteProtocolError
-from geo_diloco.manifest import Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.manifest import WIRE_VERSION, Digest, FragmentId, MonoMs, PeerId, Seq, Term, Version
+from geo_diloco.protocol.election.ballots import (
+    NO_HEAD,
+    NO_RANK,
+    Ack,
+    Append,
+    Ask,
+    Elector,
+    Head,
+    Need,
+    Offer,
+    PeerBoot,
+    Rank,
+    Refuse,
+    Release,
+    Serving,
+    Vote,
+)
 from geo_diloco.protocol.messages import (
     Allotment,
     BlobRef,
     Contribution,
     ContributionId,
     Decision,
+    Durable,
     Finished,
     Found,
     Goodbye,
     LeftOut,
     Message,
     Progress,
-    Refuse,
     RoundOpen,
     Sampled,
     Welcome,
@@ -36,7 +53,21 @@ from .samples import BOOT, D1, D2, RUN, commit, envelope, header, hello, opening
 
 ME, OTHER = Identity.generate(), Identity.generate()
 CONTRIBUTION_ID = ContributionId(ME.peer_id, FragmentId(1), D1, 48)
+HEAD = Head(Rank(0, Term(2), Seq(7)), D1)
+BALLOTS: list[Message] = [
+    Offer(held=HEAD.rank, can_serve=HEAD, enrolment="ab", host="h", address="127.0.0.1:1", free=True),
+    Offer(held=NO_RANK, can_serve=NO_HEAD, enrolment="ab", host="h", address="", free=False),
+    Need(points=(HEAD, NO_HEAD)),
+    Ask(head=HEAD),
+    Vote(candidate=PeerBoot(OTHER.peer_id, BOOT), head=D1, enrolment="ab"),
+    Append(head=HEAD, durable_seq=Seq(-1), sent_at=MonoMs(0)),
+    Ack(acked=NO_HEAD, sent_at=MonoMs(5), enrolment="ab", host="h", address=""),
+    Release(to=OTHER.peer_id),
+    Serving(term=Term(2), syncer=OTHER.peer_id),
+]
 MESSAGES: list[Message] = [
+    *BALLOTS,
+    Durable(seq=Seq(3), digest=D1),
     replace(hello(), undecided=(CONTRIBUTION_ID,)),
     Welcome(
         head_seq=Seq(3),
@@ -70,7 +101,7 @@ MESSAGES: list[Message] = [
 
 def sealed_text(body: str, *, purpose: str = "entry", signer: Identity = ME) -> Signed:
     """Signed properly, whatever the body says: what a liar with a key can do."""
-    data = f"geo-diloco {purpose} 1\n".encode() + body.encode("utf-8", "surrogatepass")
+    data = f"geo-diloco {purpose} {WIRE_VERSION}\n".encode() + body.encode("utf-8", "surrogatepass")
     return Signed(body, signer.peer_id, signer.sign(data), purpose)  # type: ignore[arg-type]
 
 
@@ -94,7 +125,7 @@ def test_every_entry_arrives_as_it_was_sealed() -> None:
         momentum_digests=(D2,),
         layout_digest=D1,
         num_elements=(10,),
-        roster=(ME.peer_id,),
+        roster=(Elector(ME.peer_id, "ab", "machine"),),
     )
     finished = Finished(header=header(), reason="tokens", tokens_total=5)
     for entry in (found, opening(ME.peer_id), commit(ME.peer_id), record(1, D1), finished):

@@ -186,8 +186,9 @@ def test_the_syncer_is_who_claims_the_highest_term() -> None:
     older = dataclasses.replace(RECORD, peer=BERT, term=Term(2), head_seq=Seq(99))
     learner = dataclasses.replace(RECORD, peer=PeerId("c" * 64), term=Term(9), roles=("learner",))
     unreachable = dataclasses.replace(RECORD, peer=PeerId("d" * 64), term=Term(9), address="")
-    assert records.syncer_of([older, learner, RECORD, unreachable]) == RECORD
-    assert records.syncer_of([learner]) is None
+    standby = dataclasses.replace(RECORD, peer=PeerId("f" * 64), term=Term(8), roles=("standby",))
+    assert records.by_claim([older, standby, learner, RECORD, unreachable]) == [RECORD, older, standby]
+    assert records.by_claim([learner]) == []
 
 
 @pytest.mark.parametrize(

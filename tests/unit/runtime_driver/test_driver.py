@@ -16,7 +16,7 @@ from geo_diloco.manifest import BootId, Digest, MonoMs, PeerId, RunId, RunRules
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.effects import CloseConnection, Effect, FetchEntries, Note
 from geo_diloco.protocol.events import Connected, Disconnected, Event, StopRequested, Tick
-from geo_diloco.protocol.peer import HelloFacts
+from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.runtime.driver import Driver, Worker
 
 A, B = PeerId("a" * 64), PeerId("b" * 64)
@@ -86,6 +86,7 @@ def test_an_event_is_on_the_tape_before_the_core_hears_it(tmp_path: Path) -> Non
             run=RunId("1" * 40),
             layout_digest=Digest("d" * 64),
             hello=HelloFacts(),
+            seat=Seat(),
             rules=RunRules(founder=B),
         )
         driver = make(ScriptedCore(answer), tape=tape.TapeWriter(path, boot))

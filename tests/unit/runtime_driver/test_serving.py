@@ -10,23 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from geo_diloco.errors import BlobError, RunDirError
+from geo_diloco.errors import RunDirError
 from geo_diloco.manifest import BootId, CodecSpec, Digest, FragmentId, PeerId, RunManifest, Seq, SyncSpec, Term, Version
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import Layout, TensorSpec, fragment_digest
 from geo_diloco.numerics.gate import length_max
 from geo_diloco.observability import Counters, EventLog
 from geo_diloco.protocol.effects import AcceptBlob, CheckContribution, ForgetBlob, Merge, MergeInput, Seal
+from geo_diloco.protocol.election.ballots import Elector, Opened
 from geo_diloco.protocol.events import BlobArrived, ContributionChecked, Event, Merged, MergeFailed, Sealed
-from geo_diloco.protocol.messages import BlobRef, ContributionId, EntryHeader, Found, Record
+from geo_diloco.protocol.ledger import Ledger
+from geo_diloco.protocol.messages import BlobRef, ContributionId, EntryHeader, Found
 from geo_diloco.runtime import serving as serving_module
 from geo_diloco.runtime.chain import ChainCopy
-from geo_diloco.runtime.disk import StoreFullError
 from geo_diloco.runtime.driver import JOBS_MAX, Driver, Worker
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.serving import Serving, ServingParts
-from geo_diloco.runtime.snapshots import SnapshotShelf
+from geo_diloco.runtime.snapshots import SnapshotShelf, Standing, standing_of
 from geo_diloco.runtime.store import BlobStore, ChainStore
 
 N = 96
@@ -78,7 +79,7 @@ class Syncer:
         self.store = BlobStore(root / "blobs")
         (root / "state").mkdir()
         self.shelf = SnapshotShelf(root / "state", run=RUN, outer=self.outer, store=self.store, identity=identity)
-        self.chain = ChainCopy(ChainStore(root / "chain.jsonl"), run=RUN, signer=identity.peer_id)
+        self.chain = ChainCopy(ChainStore(root / "chain.jsonl"), run=RUN)
         self.parts = ServingParts(
             driver=self.driver,
             worker=self.worker,
@@ -110,7 +111,7 @@ class Syncer:
                     momentum_digests=(fragment_digest(momentum),),
                     layout_digest=LAYOUT.digest,
                     num_elements=LAYOUT.num_elements,
-                    roster=(self.parts.identity.peer_id,),
+                    roster=(Elector(self.parts.identity.peer_id, "ab", "machine"),),
                 )
             )
         )
@@ -130,6 +131,17 @@ class Syncer:
         (merged,) = await self.core.wait_for(Merged)
         assert isinstance(merged, Merged)
         return merged
+
+
+def standing_of_theta_0(it: Syncer) -> Standing:
+    signed, found = it.chain.entries()[0]
+    assert isinstance(found, Found)
+    ledger = Ledger()
+    ledger.apply(found, signed.digest)
+    ledger.opened = Opened(it.parts.identity.peer_id, BootId("b" * 16), "", ())
+    standing = standing_of(ledger, lambda seq: None)
+    assert standing is not None
+    return standing
 
 
 def frame_of(delta: torch.Tensor, spec: CodecSpec = UP) -> bytes:
@@ -201,9 +213,9 @@ def test_a_contribution_that_names_an_update_of_ours_takes_nothing_along(tmp_pat
 
     async def talk(it: Syncer) -> None:
         await it.found()
+        kept = it.shelf.make(standing_of_theta_0(it))
         update = (await it.merge(it.store.put(frame_of(torch.ones(N) / N)))).update
-        snapshot = [blob for blob in (*it.shelf._kept[-1].snapshot.theta, *it.shelf._kept[-1].snapshot.momentum)]
-        for blob in [update, *snapshot]:
+        for blob in [update, *kept.snapshot.theta, *kept.snapshot.momentum]:
             for named in (blob, BlobRef(blob.digest, blob.size + 1)):
                 it.do(AcceptBlob(ANN, named))
                 it.do(ForgetBlob(named))
@@ -253,71 +265,5 @@ def test_a_full_disk_holds_the_chain_up_and_does_not_end_the_run(
         monkeypatch.setattr(it.chain, "append", append)
         await it.found()
         assert tries == 4 and it.chain.num_entries == 1
-
-    with_syncer(tmp_path, talk)
-
-
-def test_a_snapshot_that_finds_no_room_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def talk(it: Syncer) -> None:
-        def full(data: bytes) -> BlobRef:
-            raise StoreFullError("disk full")
-
-        monkeypatch.setattr(it.store, "put", full)
-        await it.found()
-        header = EntryHeader(
-            run=RUN, branch=it.chain.ledger.branch, term=Term(1), seq=Seq(1), prev=it.chain.ledger.head_digest
-        )
-        it.do(Seal(Record(header=header, measured_seq=Seq(0), heldout_loss=2.0)))
-        await it.core.wait_for(Sealed, 2)
-
-    with_syncer(tmp_path, talk)
-
-
-def test_a_damaged_snapshot_is_made_again(tmp_path: Path) -> None:
-    async def talk(it: Syncer) -> None:
-        await it.found()
-        signed = await it.worker.call(it.shelf.make)
-        blob = it.shelf._kept[-1].snapshot.theta[0]
-        path = tmp_path / "blobs" / blob.digest
-        path.write_bytes(bytes(blob.size))
-        with pytest.raises(BlobError, match="damaged"):
-            it.store.read_piece(blob, 0)
-        assert (await it.worker.call(it.shelf.make)).digest == signed.digest
-        assert it.store.get(blob)
-
-    with_syncer(tmp_path, talk)
-
-
-def test_a_snapshot_is_made_for_those_who_ask_only_every_so_often(tmp_path: Path) -> None:
-    async def talk(it: Syncer) -> None:
-        await it.found()
-        old = await it.worker.call(it.shelf.make)
-        header = EntryHeader(
-            run=RUN, branch=it.chain.ledger.branch, term=Term(1), seq=Seq(1), prev=it.chain.ledger.head_digest
-        )
-        it.do(Seal(Record(header=header, measured_seq=Seq(0), heldout_loss=2.0)))
-        await it.core.wait_for(Sealed, 2)
-        assert await it.worker.call(it.shelf.make, age_s_max=60.0) is old
-        assert (await it.worker.call(it.shelf.make)).digest != old.digest
-
-    with_syncer(tmp_path, talk)
-
-
-def test_a_damaged_update_is_made_up_for_by_a_snapshot(tmp_path: Path) -> None:
-    """A restart folds the updates after the newest snapshot on disk: one that is gone must lie before it."""
-
-    async def talk(it: Syncer) -> None:
-        await it.found()
-        it.store.on_damaged = it.serving.blob_damaged
-        update = (await it.merge(it.store.put(frame_of(torch.ones(N) / N)))).update
-        for path in (tmp_path / "state").iterdir():
-            path.unlink()
-        (tmp_path / "blobs" / update.digest).write_bytes(bytes(update.size))
-        with pytest.raises(BlobError, match="damaged"):
-            await asyncio.to_thread(it.store.read_piece, update, 0)
-        await asyncio.sleep(0)
-        async with asyncio.timeout(20):
-            await asyncio.gather(*it.driver._jobs)
-        assert list((tmp_path / "state").glob("snapshot-*.json"))
 
     with_syncer(tmp_path, talk)

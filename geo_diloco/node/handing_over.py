@@ -1,0 +1,78 @@
+"""Asking a syncer, from beside it, to hand its run over to another peer: by the key in its run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from geo_diloco.errors import ConfigError, RunDirError, TransferError
+from geo_diloco.manifest import PeerId, RunId
+from geo_diloco.node.addresses import read_ports
+from geo_diloco.node.founding import read_manifest
+from geo_diloco.node.rundir import RunDir
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.session import Session, fetch_status, give_order, make_session
+from geo_diloco.runtime.wire import Order, seal_order
+
+LOOK_S = 0.2
+
+
+def hand_over(run_dir: Path, *, to: str = "", limit_s: float = 60.0) -> str:
+    """Have the process of that folder hand over and wait until it serves no more; returns what came of it.
+
+    `to`: the beginning of a peer id; by default whoever is best placed. Raises RunDirError, ConfigError or
+    TransferError.
+    """
+    folder = RunDir(run_dir)
+    key = next((path for path in (folder.key, folder.identity_key) if path.exists()), None)
+    url = read_ports(folder).url
+    if key is None or not url:
+        raise RunDirError(f"{run_dir} is not the folder of a peer that can serve: no key, or no port in it")
+    manifest = read_manifest(folder)
+    identity = Identity.load_or_create(key)
+    return asyncio.run(_hand_over(identity, url, manifest.run_id(), to=to, limit_s=limit_s))
+
+
+async def _hand_over(identity: Identity, url: str, run: RunId, *, to: str, limit_s: float) -> str:
+    session = make_session()
+    try:
+        status = await fetch_status(session, url)
+        if status.get("peer") != identity.peer_id:
+            raise RunDirError(f"at {url} is another peer than the one of this folder: it does not run")
+        if status.get("role") != "syncer":
+            raise ConfigError("this peer is not the syncer now, so it has nothing to hand over")
+        target = _named(to, status)
+
+        def order(nonce: str) -> str:
+            return seal_order(Order(run=run, nonce=nonce, wish="hand_over", to=target), identity)
+
+        answer = await give_order(session, url, order)
+        return await _wait_handed_over(session, url, answer, limit_s)
+    finally:
+        await session.close()
+
+
+def _named(to: str, status: Mapping[str, Any]) -> PeerId | None:
+    if not to:
+        return None
+    electors = [str(peer) for peer in (status.get("election") or {}).get("roster", [])]
+    found = [peer for peer in electors if peer.startswith(to)]
+    if len(found) != 1:
+        raise ConfigError(f"--to {to}: names {len(found)} of the electors {', '.join(peer[:8] for peer in electors)}")
+    return PeerId(found[0])
+
+
+async def _wait_handed_over(session: Session, url: str, answer: str, limit_s: float) -> str:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        status = await fetch_status(session, url)
+        if status.get("role") != "syncer":
+            follows = (status.get("election") or {}).get("follows")
+            return "handed over" if follows is None else f"handed over, {str(follows)[:8]} serves"
+        await asyncio.sleep(LOOK_S)
+    raise TransferError(
+        f"{answer}, and it still serves after {limit_s:.0f} s: is a standby there? see `geo-diloco status`"
+    )

@@ -1,0 +1,421 @@
+"""A peer that others can reach, in its node thread: a founder or a standby, who may be syncer today and not tomorrow.
+
+The station that every peer has, and beside it the hands of a syncer, the evaluator, the HTTP door and snapshots. What
+it is right now is the core's business; all of it stays wired whether it serves or follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from geo_diloco.config import PeerConfig
+from geo_diloco.errors import ConfigError, DirectoryError, RefusedError
+from geo_diloco.manifest import Digest, FragmentId, PeerId, RunId, Seq
+from geo_diloco.node.addresses import directory_addresses, http_address, read_ports, write_ports
+from geo_diloco.node.evaluation import Evaluation
+from geo_diloco.node.founding import NodeParts, state_digests
+from geo_diloco.node.keeping import SnapshotKeeper
+from geo_diloco.node.machine import hello_facts
+from geo_diloco.node.rundir import disk_failure
+from geo_diloco.node.station import Station, StationParts
+from geo_diloco.observability import Counters, status_json
+from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
+from geo_diloco.protocol.events import FoundRun, HandoverAsked
+from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record
+from geo_diloco.runtime.control import ControlLink
+from geo_diloco.runtime.dht import Directory
+from geo_diloco.runtime.disk import atomic_write
+from geo_diloco.runtime.driver import Driver, Worker
+from geo_diloco.runtime.http import HttpServer
+from geo_diloco.runtime.identity import proof_is_valid
+from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.proof import is_of_proof
+from geo_diloco.runtime.seeking import Place
+from geo_diloco.runtime.serving import Serving, ServingParts
+from geo_diloco.runtime.session import ByteCounters, make_session
+from geo_diloco.runtime.wire import Order, Signed
+
+AWAY_MS_MAX = 30 * 24 * 3_600_000
+LEAVE_S = 1.5
+OPEN_S = 5.0
+"""A founder that is its only elector opens its term sooner, or says why it can't."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FounderInfo:
+    """What a person needs once the run is open."""
+
+    run: RunId
+    name: str
+    peer: PeerId
+    invite: str
+    http: str
+    """`host:port` of the HTTP side."""
+    maddrs: tuple[str, ...]
+    """Of its own DHT side."""
+    run_dir: Path
+
+
+class ReachableNode:
+    """Everything here belongs to the node thread's loop. It is the HTTP server's port, too."""
+
+    def __init__(
+        self,
+        parts: NodeParts,
+        config: PeerConfig,
+        *,
+        directory: Directory | None = None,
+        first: Place | None = None,
+    ) -> None:
+        """`directory`: of a standby, which has joined it already to find the run. `first`: where to look first for the
+        syncer."""
+        self._p = parts
+        self._config = config
+        self.run = parts.run
+        self.manifest = parts.manifest.canonical_bytes()
+        self.finished = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._ready_to_leave = asyncio.Event()
+        self._counters = Counters()
+        self._bytes = ByteCounters()
+        self._heldout_at: dict[int, float] = {}
+        self._worker = Worker("fold")
+        self._session = make_session()
+        self._server = HttpServer(self, parts.identity, parts.store)
+        self._address = ""
+        self._is_on_air = False
+        """The port is bound before the chain is read, because the core's first words name it."""
+        self._proof: list[Signed] = []
+        self._proof_seq = Seq(-1)
+        self._station: Station | None = None
+        self._keeper: SnapshotKeeper | None = None
+        self._serving: Serving | None = None
+        self._evaluation: Evaluation | None = None
+        self._directory = directory
+        self._first = first
+
+    @property
+    def driver(self) -> Driver:
+        return self.station.driver
+
+    @property
+    def station(self) -> Station:
+        assert self._station is not None
+        return self._station
+
+    # ---- start
+
+    async def start(self) -> FounderInfo:
+        p, config = self._p, self._config
+        earlier = read_ports(p.run_dir)
+        port = await self._listen(config.port or earlier.http)
+        self._address = http_address(config, port)
+        if self._directory is None:
+            self._directory = await self._join_directory(config.dht_port or earlier.dht)
+        write_ports(p.run_dir, http=port, host=config.host, maddrs=self._directory.visible_maddrs)
+        self._build(self._directory)
+        await self._begin()
+        self._is_on_air = True
+        self.station.go_on_air(first=self._first)
+        keeper = self._keeper = SnapshotKeeper(self.driver, self._worker, p.snapshots, log=p.log)
+        self.station.run(keeper.run(), name="snapshots")
+        await self._wait_open()
+        return self._info()
+
+    async def _listen(self, port: int) -> int:
+        """At the port asked for; one of an earlier process may be taken by now, then any."""
+        try:
+            return await self._server.start(self._config.host, port)
+        except ConfigError:
+            if self._config.port:
+                raise
+        return await self._server.start(self._config.host, 0)
+
+    async def _join_directory(self, port: int) -> Directory:
+        """The same port and identity again where possible: what invites and peers know of this DHT side stays true."""
+        try:
+            return await self._start_directory(port)
+        except DirectoryError:
+            if self._config.dht_port or not port:
+                raise
+        return await self._start_directory(0)
+
+    async def _start_directory(self, port: int) -> Directory:
+        p, config = self._p, self._config
+        where = directory_addresses(config.model_copy(update={"dht_port": port}))
+        return await Directory.start(
+            initial_peers=config.bootstraps,
+            listen=where.listen,
+            announce=where.announce,
+            identity=p.identity,
+            identity_path=p.run_dir.root / "dht.key",
+            state_dir=p.run_dir.directory,
+            on_status=lambda status: p.log.note("directory", status),
+        )
+
+    def _build(self, directory: Directory) -> None:
+        p = self._p
+        station = self._station = Station(
+            StationParts(
+                run_dir=p.run_dir,
+                run=p.run,
+                manifest=p.manifest,
+                identity=p.identity,
+                token=p.token,
+                log=p.log,
+                directory=directory,
+                session=self._session,
+                counters=self._bytes,
+                worker=self._worker,
+                outer=p.outer,
+                store=p.store,
+                chain=p.chain,
+                shelf=p.snapshots,
+                role="follower",
+                hello=hello_facts(self._address),
+                may_serve=True,
+                may_elect=True,
+                updates_bytes_max=None,
+            ),
+            on_failure=self._fail,
+        )
+        serving = ServingParts(
+            driver=station.driver,
+            worker=self._worker,
+            outer=p.outer,
+            chain=p.chain,
+            store=p.store,
+            snapshots=p.snapshots,
+            identity=p.identity,
+            manifest=p.manifest,
+            links=station.links,
+            counters=self._counters,
+            log=p.log,
+            keep_contributions=self._config.keep_contributions,
+        )
+        self._serving = Serving(serving, on_sealed=self._sealed)
+        self._evaluation = Evaluation(p.manifest, p.model, data_dir=self._config.data_dir, log=p.log)
+        station.driver.interpret(self._serving.interpreters())
+        station.driver.interpret(self._evaluation.interpreters(station.driver, self._worker, p.outer))
+        station.driver.interpret(
+            {
+                RunFinished: lambda effect: self.finished.set(),
+                ReadyToLeave: lambda effect: self._say_no_more(),
+                RefusedForGood: lambda effect: self._fail(RefusedError(effect.reason)),
+            }
+        )
+
+    async def _begin(self) -> None:
+        """The first events: found the run, or the state and the whole chain again."""
+        p = self._p
+        if p.snapshot is None:
+            state, momentum = await self._worker.call(state_digests, p.outer)
+            self.driver.feed(FoundRun(state, momentum, p.layout.num_elements, p.layout.digest))
+            return
+        p.store.sweep(self._blobs_in_use())
+        self.station.load(p.snapshot, away_ms=_ms_since(p.run_dir.chain))
+
+    async def _wait_open(self) -> None:
+        """Until the run can be joined, where that depends on nobody else."""
+        peers = [elector.peer for elector in self.station.core.election.roster]
+        if self._p.snapshot is not None and peers != [self._p.identity.peer_id]:
+            return
+
+        def is_open() -> bool:
+            return self.station.core.serves or self.station.core.ledger.finished is not None or self.failure is not None
+
+        while not is_open():
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    await self.driver.wait_until(is_open)
+            except TimeoutError:
+                why = self.station.core.election.status(self.driver.now()).candidacy
+                self._p.log.note("start", f"the run is not open yet: {why}", level="warning")
+        if self.failure is not None:
+            raise self.failure
+
+    def _blobs_in_use(self) -> set[str]:
+        p = self._p
+        used: set[str] = {*p.snapshots.blobs(), *p.chain.updates, *p.kept_blobs}
+        if self._config.keep_contributions:
+            for _, entry in p.chain.entries():
+                if isinstance(entry, Commit):
+                    used.update(each.contribution.digest for each in entry.participants)
+        return used
+
+    def _info(self) -> FounderInfo:
+        assert self._directory is not None
+        p = self._p
+        maddrs = tuple(self._directory.visible_maddrs)
+        bootstraps = tuple(dict.fromkeys((*self._config.bootstraps, *maddrs)))
+        invite = Invite(run=p.run, bootstraps=bootstraps, token=p.token, name=p.manifest.name).to_string()
+        atomic_write(p.run_dir.invite, (invite + "\n").encode(), mode=0o600 if p.token else 0o644)
+        return FounderInfo(
+            run=p.run,
+            name=p.manifest.name,
+            peer=p.identity.peer_id,
+            invite=invite,
+            http=self._address,
+            maddrs=maddrs,
+            run_dir=p.run_dir.root,
+        )
+
+    def _sealed(self, entry: object) -> None:
+        if isinstance(entry, Record):
+            self._heldout_at[entry.measured_seq] = self._counters.uptime_s
+
+    def _fail(self, failure: BaseException) -> None:
+        if self.failure is None:
+            self.failure = disk_failure(self._p.run_dir.root, failure) if isinstance(failure, OSError) else failure
+
+    # ---- http.ServerPort
+
+    def signed_entries(self, from_seq: int, limit: int) -> list[Signed]:
+        """Of the chain that counts, as far as it is on this disk; the newest ones may not be durable yet."""
+        found: list[Signed] = []
+        if not self._is_on_air:
+            return found
+        election = self.station.core.election
+        for seq in range(from_seq, from_seq + limit):
+            digest = election.digest_at(Seq(seq))
+            signed = None if digest is None else self._p.chain.signed(digest)
+            if signed is None:
+                break
+            found.append(signed)
+        return found
+
+    def proof(self, first: int, limit: int) -> list[Signed]:
+        if not self._is_on_air:
+            return []
+        core, chain = self.station.core, self._p.chain
+        while self._proof_seq < core.ledger.seq:
+            digest = core.election.digest_at(Seq(self._proof_seq + 1))
+            entry = None if digest is None else chain.entry(digest)
+            signed = None if digest is None else chain.signed(digest)
+            if entry is None or signed is None:
+                break
+            self._proof_seq = Seq(self._proof_seq + 1)
+            if is_of_proof(entry):
+                self._proof.append(signed)
+        return self._proof[first : first + limit]
+
+    async def snapshot(self, fragments: tuple[int, ...] | None) -> Signed | None:
+        return await self._keeper.newest() if self._keeper is not None and self._is_on_air else None
+
+    def status(self) -> dict[str, Any]:
+        p, served, asked = self._p, self._server.counters, self._bytes
+        self._counters.bytes_in = served.bulk_in + served.control_in + asked.bulk_in + asked.control_in
+        self._counters.bytes_out = served.bulk_out + served.control_out + asked.bulk_out + asked.control_out
+        station = self._station
+        if station is None:
+            return {"run": p.run, "name": p.manifest.name, "peer": p.identity.peer_id}
+        now = station.driver.now()
+        status = station.core.status(now)
+        if why := p.store.why_full():
+            waiting = tuple(replace(each, reason=f"{why}; {each.reason}") for each in status.waiting)
+            status = replace(status, waiting=waiting)
+        return status_json(
+            status,
+            self._counters,
+            run=p.run,
+            name=p.manifest.name,
+            peer=p.identity.peer_id,
+            heldout_at=self._heldout_at,
+            lease_ms=_left(station.core.election.lease_until(now), now),
+        )
+
+    def accepts(self, digest: Digest) -> BlobRef | None:
+        announced = None if self._serving is None else self._serving.accepts(digest)
+        return announced or (None if self._station is None else self._station.following.accepts(digest))
+
+    def blob_arrived(self, ref: BlobRef) -> None:
+        if self._serving is not None and self._station is not None:
+            self._serving.blob_arrived(ref)
+            self._station.following.blob_arrived(ref)
+
+    def order(self, order: Order) -> str:
+        if self._station is None or not self._is_on_air or not self._station.core.serves:
+            return "this peer is not the syncer now"
+        self._p.log.note("handover", "its owner wants this peer to hand over")
+        self.driver.feed(HandoverAsked(order.to))
+        return "handing over"
+
+    def verify_token(self, proof: str, nonce: str, peer: PeerId) -> bool:
+        return not self._p.token or proof_is_valid(proof, self._p.token, nonce=nonce, peer=peer)
+
+    def opened(self, link: ControlLink, envelope: Envelope) -> None:
+        if self._station is None or not self._is_on_air:
+            link.close("this peer has not begun yet")
+            return
+        self._station.links.opened(link, envelope)
+
+    def received(self, link: ControlLink, item: Envelope | Signed) -> None:
+        if self._station is not None:
+            self._station.links.received(link, item)
+
+    def closed(self, link: ControlLink, reason: str) -> None:
+        if self._station is not None:
+            self._station.links.closed(link, reason)
+
+    @property
+    def num_connected(self) -> int:
+        return 0 if self._station is None else self._station.links.num_peers
+
+    # ---- end
+
+    def _say_no_more(self) -> None:
+        self.station.leave()
+        self._ready_to_leave.set()
+
+    async def leave(self, reason: str) -> None:
+        """Commit what is being merged and hand over (bounded), close links and directory, keep a last snapshot."""
+        station = self._station
+        if station is not None and station.driver.failure is None:
+            station.request_stop(reason)
+            try:
+                async with asyncio.timeout(LEAVE_S):
+                    await self._ready_to_leave.wait()
+            except TimeoutError:
+                self._p.log.note("leave", "a merge was not finished in time", level="warning")
+            if self._keeper is not None:
+                await self._keeper.save_last()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._server.stop())
+            if self._directory is not None:
+                group.create_task(self._directory.close())
+        if station is not None:
+            await station.close(LEAVE_S)
+            await self._write_summary()
+        await self._session.close()
+        self._worker.close()
+        if self._evaluation is not None:
+            self._evaluation.close()
+        await asyncio.to_thread(self._p.chain.close)
+
+    async def _write_summary(self) -> None:
+        """This peer's last word: where it stands, and the digests of the Theta it holds."""
+        digests, _ = await self._worker.call(state_digests, self._p.outer)
+        versions = [self._p.outer.version(FragmentId(p)) for p in range(self._p.layout.num_fragments)]
+        summary = self.status() | {"versions": versions, "state_digests": list(digests)}
+        try:
+            atomic_write(self._p.run_dir.summary, json.dumps(summary).encode())
+        except OSError as exc:
+            self._p.log.note("leave", f"no summary: {exc}", level="warning")
+
+
+def _left(until: int | None, now: int) -> int | None:
+    return None if until is None else until - now
+
+
+def _ms_since(path: Path) -> int:
+    """Since a file was written to, by this machine's clock; 0 if that can't be told."""
+    try:
+        age_ms = int((time.time() - path.stat().st_mtime) * 1000)
+    except OSError:
+        return 0
+    return min(max(0, age_ms), AWAY_MS_MAX)

@@ -1,0 +1,368 @@
+"""A peer on the air: its core, and the hands, links and errands that every role needs, wired together.
+
+What differs by role is added by its owner: a learner's hands (`learning.py`), a syncer's hands and the HTTP side
+(`standby.py`). Everything here belongs to the node thread's loop. Whatever ends one of the errands ends the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from geo_diloco.errors import DirectoryError
+from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId, RunManifest, Term
+from geo_diloco.node.machine import machine_name
+from geo_diloco.node.rundir import RunDir
+from geo_diloco.observability import EventLog
+from geo_diloco.protocol.election.ballots import Rank
+from geo_diloco.protocol.events import (
+    ChainLoaded,
+    EntryArrived,
+    EntryLost,
+    Event,
+    Resumed,
+    Sighted,
+    Sighting,
+    SnapshotLoaded,
+    StopRequested,
+)
+from geo_diloco.protocol.messages import BlobRef, Commit, Entry, Hello, Message, Welcome
+from geo_diloco.protocol.peer import Role
+from geo_diloco.protocol.seat import HelloFacts, Seat
+from geo_diloco.runtime.chain import ChainCopy
+from geo_diloco.runtime.control import ControlLink, connect_control
+from geo_diloco.runtime.dht import Directory
+from geo_diloco.runtime.donor import Donors
+from geo_diloco.runtime.driver import Driver, Worker
+from geo_diloco.runtime.electing import Electing, read_vote_record
+from geo_diloco.runtime.following import Following, FollowingParts
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.links import Links, Sealer
+from geo_diloco.runtime.merger import OuterState
+from geo_diloco.runtime.records import PeerRecord, by_claim
+from geo_diloco.runtime.replacing import FragmentReplacing, ReplacingParts
+from geo_diloco.runtime.seeking import Place, Seeker
+from geo_diloco.runtime.session import ByteCounters, Session
+from geo_diloco.runtime.snapshots import SnapshotShelf
+from geo_diloco.runtime.store import BlobStore
+from geo_diloco.tape import Boot, TapeWriter
+
+PUBLISH_EVERY_S = 20.0
+LOOK_EVERY_S = 5.0
+LOOK_S = 5.0
+"""How long whoever looks for the syncer waits for the directory; it may have lost the one who is gone, too."""
+SIGHTINGS_MAX = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class StationParts:
+    """What a peer goes on the air with."""
+
+    run_dir: RunDir
+    run: RunId
+    manifest: RunManifest
+    identity: Identity
+    token: str
+    log: EventLog
+    directory: Directory
+    session: Session
+    counters: ByteCounters
+    worker: Worker
+    outer: OuterState
+    store: BlobStore
+    chain: ChainCopy
+    shelf: SnapshotShelf | None
+    """None where no snapshots are kept."""
+    role: Role
+    hello: HelloFacts
+    may_serve: bool
+    may_elect: bool
+    updates_bytes_max: int | None = 256 << 20
+
+
+class Station:
+    """One peer's process on the air."""
+
+    def __init__(self, parts: StationParts, *, on_failure: Callable[[BaseException], None]) -> None:
+        p = self._p = parts
+        self._on_failure = on_failure
+        self.boot = BootId(secrets.token_hex(8))
+        self._records: list[PeerRecord] = []
+        self._sighted: tuple[Sighting, ...] = ()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._publish_now = asyncio.Event()
+        boot = Boot(
+            peer=p.identity.peer_id,
+            boot=self.boot,
+            role=p.role,
+            run=p.run,
+            layout_digest=p.outer.layout.digest,
+            hello=p.hello,
+            seat=_seat(p),
+            rules=p.manifest.rules(),
+        )
+        self.driver = Driver(boot.fresh_core(), log=p.log, tape=TapeWriter(p.run_dir.tape, boot))
+        self.core = self.driver.core
+        self.donors = Donors(p.session, p.store, own=p.identity.peer_id, counters=p.counters)
+        self.donors.roster_addresses = self._roster_addresses
+        self.donors.directory_addresses = self._directory_addresses
+        self.following = self._build_following()
+        self.links = Links(
+            self.driver,
+            Sealer(p.identity, run=p.run, boot=self.boot, token=p.token),
+            connect=self._connect,
+            url_of=self.donors.url_of,
+            take_entry=self.following.take_entry,
+            heard=self._heard,
+            log=p.log,
+        )
+        self.electing = Electing(
+            self.driver,
+            p.run_dir.vote,
+            links=self.links,
+            chain=p.chain,
+            store=p.store,
+            donors=self.donors,
+            log=p.log,
+        )
+        self.seeker = Seeker(
+            self.driver,
+            self.links,
+            self.donors,
+            own=p.identity.peer_id,
+            look_up=self._look_up,
+            is_final=self._speaks_for_the_run,
+            log=p.log,
+        )
+        for hands in (self.following, self.links, self.electing, self.seeker):
+            self.driver.interpret(hands.interpreters())
+        p.store.on_damaged = self._blob_damaged
+
+    def _build_following(self) -> Following:
+        p = self._p
+        replacing = ReplacingParts(
+            driver=self.driver,
+            worker=p.worker,
+            run=p.run,
+            outer=p.outer,
+            store=p.store,
+            chain=p.chain,
+            shelf=p.shelf,
+            donor=self.donors,
+            log=p.log,
+        )
+        return Following(
+            FollowingParts(
+                driver=self.driver,
+                worker=p.worker,
+                outer=p.outer,
+                chain=p.chain,
+                store=p.store,
+                donor=self.donors,
+                replacing=FragmentReplacing(replacing),
+                log=p.log,
+                is_elector=p.may_elect,
+                updates_bytes_max=p.updates_bytes_max,
+            )
+        )
+
+    # ---- start
+
+    def load(self, snapshot: SnapshotLoaded, *, away_ms: int, resumed: Resumed | None = None) -> None:
+        """The first events of a peer that has a state: that, what lies on its disk of the chain, and its own books."""
+        events: list[Event] = [snapshot, *entries_on_disk(self._p.chain, self._p.store, snapshot)]
+        events.append(ChainLoaded(away_ms))
+        if resumed is not None:
+            events.append(resumed)
+        for event in events:
+            self.driver.feed(event)
+
+    def go_on_air(self, *, first: Place | None = None) -> None:
+        """Look for the syncer, be found, and go on until `close`."""
+        if first is not None:
+            self.seeker.begin_at(first)
+        self.run(self._seek(), name="seek")
+        self.run(self._publish(), name="publish")
+        self.run(self.driver.wait_closed(), name="driver")
+        if self._p.may_elect:
+            self.run(self._look_around(), name="look around")
+
+    def run(self, errand: Coroutine[Any, Any, None], *, name: str) -> None:
+        """As long as this peer is on the air; if it fails the peer does."""
+        task = asyncio.create_task(errand, name=name)
+        self._tasks.append(task)
+        task.add_done_callback(self._errand_ended)
+
+    def _errand_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._on_failure(failure)
+
+    # ---- who is where
+
+    def _roster_addresses(self) -> Sequence[tuple[PeerId, str]]:
+        election = self.core.election
+        opened = election.opened or self.core.ledger.opened
+        serving = [] if opened is None else [(opened.syncer, opened.address)]
+        roster = election.roster or self.core.ledger.roster
+        return [*serving, *((elector.peer, elector.address) for elector in roster)]
+
+    def _directory_addresses(self) -> Sequence[tuple[PeerId, str]]:
+        return [(record.peer, record.address) for record in self._records if record.address]
+
+    async def _look_up(self) -> Sequence[tuple[PeerId, str]]:
+        """Who claims to serve, highest term first; then who could."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self._refresh()
+        except TimeoutError:
+            self._p.log.note("directory", f"no answer within {LOOK_S:.0f} s", level="debug")
+        return [(record.peer, record.address) for record in by_claim(self._records)]
+
+    async def _refresh(self) -> None:
+        try:
+            self._records = await self._p.directory.find(self._p.run)
+        except DirectoryError as exc:
+            self._p.log.note("directory", str(exc), level="warning")
+
+    async def _look_around(self) -> None:
+        """Tell the core who could serve."""
+        while True:
+            await self._refresh()
+            sightings = tuple(
+                Sighting(record.peer, Rank(0, record.term, record.head_seq), _served(record))
+                for record in by_claim(self._records)
+                if record.peer != self._p.identity.peer_id
+            )[:SIGHTINGS_MAX]
+            if sightings != self._sighted:
+                self._sighted = sightings
+                self.driver.feed(Sighted(sightings))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _speaks_for_the_run(self, peer: PeerId | None) -> bool:
+        """Whether a refusal by that peer is final. Others may claim to serve and refuse whom they like."""
+        known = {each for each, _ in self._roster_addresses()} | {self._p.manifest.founder}
+        return peer in known
+
+    def _heard(self, peer: PeerId, message: Message) -> None:
+        if isinstance(message, Hello):
+            self.donors.says(peer, message.address)
+        elif isinstance(message, Welcome):
+            opened = self.core.election.opened
+            if opened is not None and opened.syncer == peer:
+                self.seeker.welcomed_by(peer)
+
+    # ---- errands
+
+    async def _seek(self) -> None:
+        await self.seeker.run()
+        if self.seeker.refused is not None:
+            raise self.seeker.refused
+
+    async def _publish(self) -> None:
+        """Our record, renewed, and again as soon as our role changes; a directory that is away is waited for."""
+        p = self._p
+        while True:
+            self._publish_now.clear()
+            role = self._role_told()
+            rank = self.core.election.best.rank
+            record = PeerRecord(
+                run=p.run,
+                peer=p.identity.peer_id,
+                roles=(role,),
+                address=p.hello.address if p.may_serve else "",
+                term=Term(max(0, rank.term)),
+                boot=self.boot,
+                head_seq=rank.seq,
+                wire_version=WIRE_VERSION,
+            )
+            pause_s = PUBLISH_EVERY_S
+            try:
+                await p.directory.publish(p.run, record)
+            except DirectoryError as exc:
+                p.log.note("directory", f"can't publish: {exc}", level="warning")
+                pause_s = PUBLISH_EVERY_S / 10
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self.driver.wait_until(lambda told=role: self._role_told() != told)  # type: ignore[misc]
+            except TimeoutError:
+                continue
+
+    def _role_told(self) -> str:
+        if self.core.serves:
+            return "syncer"
+        if self._p.may_serve:
+            return "standby"
+        return self._p.role
+
+    def _connect(self, url: str, expected: PeerId | None) -> AbstractAsyncContextManager[ControlLink]:
+        p = self._p
+        return connect_control(p.session, url, p.identity, p.run, expected_peer=expected, counters=p.counters)
+
+    def _blob_damaged(self, blob: BlobRef) -> None:
+        """Bytes of an entry turned out to be gone. From any thread."""
+        entry = self._p.chain.updates.get(blob.digest)
+        if entry is not None:
+            if self._p.shelf is not None:
+                self._p.shelf.hurry()
+            self.driver.feed_from_thread(EntryLost(entry))
+
+    # ---- end
+
+    def request_stop(self, reason: str) -> None:
+        self.driver.feed(StopRequested(reason))
+
+    def leave(self) -> None:
+        """All is said: nobody is looked for any more."""
+        self.seeker.leave()
+
+    async def wait_links_closed(self, limit_s: float) -> None:
+        """Until what was said last is on its way, bounded."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.driver.wait_until(lambda: self.links.is_settled)
+        except TimeoutError:
+            return
+
+    async def close(self, limit_s: float) -> None:
+        """End all errands and the driver."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
+        await self.driver.close()
+
+
+def _seat(p: StationParts) -> Seat:
+    record = read_vote_record(p.run_dir.vote) if p.may_elect or p.may_serve else None
+    return Seat(
+        may_serve=p.may_serve,
+        may_elect=p.may_elect,
+        record=record,
+        fresh_enrolment=secrets.token_hex(8),
+        machine=machine_name(p.run),
+        jitter=secrets.randbits(32),
+    )
+
+
+def _served(record: PeerRecord) -> Term | None:
+    return record.term if "syncer" in record.roles else None
+
+
+def entries_on_disk(chain: ChainCopy, store: BlobStore, snapshot: SnapshotLoaded) -> Iterable[EntryArrived]:
+    """The log as the core is given it: all of it, or what continues the snapshot's entry, in the order it came."""
+    known: set[str] = {"" if snapshot.whole_chain else snapshot.head_digest}
+    for signed, entry in chain.entries():
+        if entry.header.prev in known:
+            known.add(signed.digest)
+            yield EntryArrived(entry, signed.digest, signed.signer, is_stored(entry, store, snapshot))
+
+
+def is_stored(entry: Entry, store: BlobStore, snapshot: SnapshotLoaded) -> bool:
+    """Whether its update is here, if the snapshot does not contain it."""
+    if not isinstance(entry, Commit) or entry.version <= snapshot.heads[entry.fragment].version:
+        return True
+    return store.has(entry.update)

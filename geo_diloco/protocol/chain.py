@@ -1,0 +1,346 @@
+"""The chain at one peer: which entries are known, which count, which are durable, and what is folded.
+
+Three things that must agree are kept together here: the election (it says which chain counts, and on an elector or
+syncer what is durable), the ledger and the fold of the outer state. **Only what is durable reaches ledger and fold.**
+So whatever a peer has adopted is on the chain of every later syncer, and nothing is ever taken back. Entries beyond
+the durable head are kept, and their updates fetched, so that nothing is left to wait for when they become durable.
+
+Methods return effects and `News` in the order in which they are to be carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from geo_diloco.manifest import BranchId, Digest, MonoMs, PeerId, Seq, Term, Version
+from geo_diloco.protocol.effects import Effect, FetchEntries, KeepEntry, Note, PersistVote, Send, SendEntries
+from geo_diloco.protocol.election.ballots import Head, Rank, Root
+from geo_diloco.protocol.election.machine import Election
+from geo_diloco.protocol.election.polls import (
+    ChainMoved,
+    DurableReached,
+    EntriesArrived,
+    EntrySealed,
+    FoundingAsked,
+    PollEffect,
+    PollEvent,
+    SealFound,
+    SealOpen,
+    SealRoster,
+    ServiceBegan,
+    ServiceEnded,
+    Started,
+    TakeEntries,
+    Tell,
+)
+from geo_diloco.protocol.events import (
+    Applied,
+    ApplyFailed,
+    EntryArrived,
+    EntryStored,
+    FoundRun,
+    FragmentReplaced,
+    SnapshotKept,
+    SnapshotLoaded,
+    UpdateLost,
+)
+from geo_diloco.protocol.fold import Fold, Step
+from geo_diloco.protocol.ledger import NO_SEQ, Ledger, facts_of
+from geo_diloco.protocol.messages import Commit, Entry, Found, Open
+
+TAIL_MAX = 4096
+"""Entries kept beyond the durable head. No syncer goes that far; who is that far behind asks again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncerChanged:
+    """An `open` of a higher term counts: who serves now."""
+
+    term: Term
+    peer: PeerId
+    address: str
+
+
+News: TypeAlias = (
+    Step | SyncerChanged | SealFound | SealOpen | SealRoster | ServiceBegan | ServiceEnded | DurableReached
+)
+Outcome: TypeAlias = list["Effect | News"]
+
+
+class Chain:
+    """Entries, election, ledger and fold of one peer."""
+
+    def __init__(self, election: Election, on_folded: Callable[[Entry], None]) -> None:
+        """`on_folded` is told every entry when the ledger stands exactly there."""
+        self.election = election
+        self._on_folded = on_folded
+        self.ledger = Ledger()
+        """Of what is durable."""
+        self.fold = Fold()
+        self._entries: dict[Digest, Entry] = {}
+        """Known, not on the ledger."""
+        self._stored: set[Digest] = set()
+        """Of those: record and update are on disk."""
+        self._updates: dict[Digest, Commit] = {}
+        """Commits whose update is not stored yet."""
+        self._durable: Head | None = None
+        """Known to be durable; the ledger gets there when all entries are here."""
+        self._contained: list[Version] = []
+        """Per fragment: the version that the outer state came with."""
+        self._loading: list[EntryArrived] | None = []
+        """What this disk has, until all of it is given."""
+        self._root: Root | None = None
+        self._asked_at: Digest | None = None
+        """Our head when a gap was last asked to be filled."""
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def found(self, event: FoundRun, now: MonoMs) -> Outcome:
+        """This peer founds the run: it holds Theta_0."""
+        self._begin_fold([Version(0)] * len(event.num_elements))
+        self._loading = None
+        return [*self._elect(Started((), ()), now), *self._elect(FoundingAsked(), now)]
+
+    def load(self, snapshot: SnapshotLoaded) -> None:
+        """The outer state stands there."""
+        rank = Rank(0, snapshot.term, snapshot.seq)
+        self._durable = Head(rank, snapshot.head_digest)
+        self._begin_fold([head.version for head in snapshot.heads])
+        if not snapshot.whole_chain:
+            assert snapshot.opened is not None
+            self.ledger.load(snapshot)
+            self._root = Root(
+                head=self._durable,
+                branch=snapshot.branch,
+                roster=snapshot.roster,
+                roster_seq=snapshot.roster_seq,
+                opened=snapshot.opened,
+            )
+        self.election.based_on(snapshot.head_digest)
+
+    def _begin_fold(self, versions: list[Version]) -> None:
+        self._contained = versions
+        self.fold.start(len(versions))
+
+    def loaded(self, now: MonoMs) -> Outcome:
+        """All that this disk has was given."""
+        given, self._loading = self._loading or [], None
+        facts = tuple(facts_of(each.entry, each.digest, each.signer) for each in given)
+        self._entries = {each.digest: each.entry for each in given}
+        self._stored = {each.digest for each in given if each.stored}
+        stored = tuple(each.digest for each in given if each.stored)
+        outcome = [*self._elect(Started(facts, stored, self._root), now), *self._advance()]
+        missing = [each.digest for each in given if not each.stored and each.digest in self._entries]
+        return [*outcome, *(item for digest in missing for item in self._keep(digest))]
+
+    # -- entries --------------------------------------------------------------------------------------------------
+
+    def arrived(self, event: EntryArrived, now: MonoMs) -> Outcome:
+        """An entry from anyone. What continues nothing that is known is dropped, and the gap fetched."""
+        if self._loading is not None:
+            self._loading.append(event)
+            return []
+        if event.digest in self._entries or self.election.knows(event.digest):
+            return []
+        if not self.ledger.seq < event.entry.header.seq <= self._durable_seq + TAIL_MAX:
+            return []
+        if not isinstance(event.entry, Found) and not self.election.knows(Digest(event.entry.header.prev)):
+            return self._fill_gap()
+        self._entries[event.digest] = event.entry
+        facts = facts_of(event.entry, event.digest, event.signer)
+        outcome = self._elect(EntriesArrived(event.signer, (facts,)), now)
+        if not self.election.knows(event.digest):
+            del self._entries[event.digest]
+        return [*outcome, *self._advance()]
+
+    def _fill_gap(self) -> Outcome:
+        head = self.election.head.digest
+        if self._asked_at == head:
+            return []
+        self._asked_at = head
+        return [self.ask_again()]
+
+    def ask_again(self) -> FetchEntries:
+        """Whatever came after what is durable here."""
+        return FetchEntries(Seq(self.ledger.seq + 1))
+
+    def forget_asking(self) -> None:
+        """Another connection: what was asked for may never come."""
+        self._asked_at = None
+
+    def sealed(self, entry: Entry, digest: Digest, signer: PeerId, now: MonoMs) -> Outcome:
+        """An entry of ours is on disk."""
+        self._entries[digest] = entry
+        self._stored.add(digest)
+        outcome = self._elect(EntrySealed(facts_of(entry, digest, signer)), now)
+        if not self.election.knows(digest):
+            self._drop(digest)
+        return outcome
+
+    def stored(self, event: EntryStored, now: MonoMs) -> Outcome:
+        commit = self._updates.pop(event.digest, None)
+        if event.digest in self._entries:
+            self._stored.add(event.digest)
+        folded: Outcome = [] if commit is None else [*self.fold.stored(commit)]
+        return [*folded, *self._elect(event, now)]
+
+    def update_lost(self, event: UpdateLost) -> Outcome:
+        """Nobody has it any more. What is not durable yet its syncer has: that is asked for again."""
+        commit = self._updates.pop(event.digest, None)
+        if commit is None:
+            return []
+        if event.digest in self._entries:
+            return self._keep(event.digest)
+        return [*self.fold.lost(commit, event.reason)]
+
+    def kept(self, event: SnapshotKept) -> None:
+        """A snapshot of the ledger as of then is on disk."""
+        digest = self.election.digest_at(event.seq)
+        if digest is not None:
+            self.election.based_on(digest)
+
+    def tail(self, head: Head) -> list[tuple[Entry, Digest]]:
+        """Entries after the ledger's, up to `head`, which is on the chain."""
+        digests = [self.election.digest_at(Seq(seq)) for seq in range(self.ledger.seq + 1, head.rank.seq + 1)]
+        return [(self._entries[digest], digest) for digest in digests if digest is not None]
+
+    @property
+    def _durable_seq(self) -> Seq:
+        return NO_SEQ if self._durable is None else self._durable.rank.seq
+
+    # -- durable --------------------------------------------------------------------------------------------------
+
+    def durable(self, seq: Seq, digest: Digest) -> Outcome:
+        """Everything up to that entry is durable, as its syncer says (or as we know ourselves)."""
+        if seq <= self.ledger.seq:
+            return []
+        if self._durable is None or seq > self._durable.rank.seq:
+            self._durable = Head(Rank(0, Term(0), seq), digest)
+        return self._advance()
+
+    def _advance(self) -> Outcome:
+        """Fold what is durable, as far as it is known here."""
+        durable = self._durable
+        if durable is None or durable.rank.seq <= self.ledger.seq:
+            return []
+        if self.election.digest_at(durable.rank.seq) != durable.digest:
+            return self._fill_gap()
+        outcome: Outcome = []
+        while self.ledger.seq < durable.rank.seq:
+            digest = self.election.digest_at(Seq(self.ledger.seq + 1))
+            if digest is None or digest not in self._entries:
+                return [*outcome, *self._fill_gap()]
+            entry = self._entries[digest]
+            why_not = self.ledger.why_not(entry)
+            if why_not is not None:
+                return [*outcome, Note("chain", f"ALARM: a durable entry can't be folded: {why_not}", "error")]
+            self.ledger.apply(entry, digest)
+            self._on_folded(entry)
+            outcome += self._fold(entry, digest)
+            self._drop(digest)
+        self._drop_old()
+        return outcome
+
+    def _fold(self, entry: Entry, digest: Digest) -> Outcome:
+        if isinstance(entry, Open):
+            return [*self.fold.revert([head.version for head in self.ledger.heads])]
+        if not isinstance(entry, Commit) or entry.version <= self._contained[entry.fragment]:
+            return []
+        step, effects = self.fold.durable(entry, digest, stored=digest in self._stored)
+        outcome: Outcome = [*effects] if step is None else [step, *effects]
+        if digest not in self._stored and digest not in self._updates:
+            # Nobody had its update when it was not durable yet: now somebody may.
+            self._updates[digest] = entry
+            outcome.append(KeepEntry(digest, entry.update))
+        return outcome
+
+    def _drop(self, digest: Digest) -> None:
+        self._entries.pop(digest, None)
+        self._stored.discard(digest)
+
+    def _drop_old(self) -> None:
+        """Entries of other chains, at places that are decided."""
+        for digest in [d for d, entry in self._entries.items() if entry.header.seq <= self.ledger.seq]:
+            self._drop(digest)
+            self._updates.pop(digest, None)
+
+    # -- outer state ----------------------------------------------------------------------------------------------
+
+    def applied(self, event: Applied) -> Outcome:
+        return self._reached(*self.fold.applied(event))
+
+    def replaced(self, event: FragmentReplaced) -> Outcome:
+        return self._reached(*self.fold.replaced(event))
+
+    def apply_failed(self, event: ApplyFailed) -> Outcome:
+        return [*self.fold.apply_failed(event)]
+
+    def _reached(self, step: Step | None, effects: list[Effect]) -> Outcome:
+        return [*effects] if step is None else [step, *effects]
+
+    def made(self, commit: Commit, digest: Digest) -> Outcome:
+        """As syncer: our outer state holds that version now."""
+        self.fold.made(commit.fragment, commit.version, digest)
+        if self.ledger.term <= commit.header.term:
+            return []
+        # Sealed so late that the next term is open already.
+        return [*self.fold.revert([head.version for head in self.ledger.heads])]
+
+    # -- election -------------------------------------------------------------------------------------------------
+
+    def poll(self, event: PollEvent, now: MonoMs) -> Outcome:
+        """Something for the election: a ballot, a tick, a record on disk, news from the directory."""
+        return [] if self._loading is not None else self._elect(event, now)
+
+    def _elect(self, event: PollEvent, now: MonoMs) -> Outcome:
+        outcome: Outcome = []
+        for effect in self.election.handle(event, now):
+            outcome += self._from_election(effect)
+        return outcome
+
+    def _from_election(self, effect: PollEffect) -> Outcome:
+        match effect:
+            case Tell():
+                return [Send(effect.to, effect.branch, effect.term, effect.ballot, dial=True)]
+            case TakeEntries():
+                return [item for facts in effect.entries for item in self._take(facts.digest)]
+            case DurableReached():
+                return [effect, *self.durable(effect.seq, effect.digest)]
+            case ChainMoved():
+                return []
+            case Note() | PersistVote() | SendEntries():
+                return [effect]
+            case SealFound() | SealOpen() | SealRoster() | ServiceBegan() | ServiceEnded():
+                return [effect]
+
+    def _take(self, digest: Digest) -> Outcome:
+        """The election found it valid."""
+        entry, outcome = self._entries[digest], self._keep(digest)
+        if isinstance(entry, Open) and self.election.head.digest == digest:
+            outcome.append(SyncerChanged(entry.header.term, entry.syncer, entry.address))
+        return outcome
+
+    def _keep(self, digest: Digest) -> Outcome:
+        """Have record and update on disk, unless the outer state came with it."""
+        entry = self._entries[digest]
+        if not isinstance(entry, Commit) or entry.version <= self._contained[entry.fragment]:
+            return [KeepEntry(digest, None)]
+        self._updates[digest] = entry
+        return [KeepEntry(digest, entry.update)]
+
+    # -- where we stand -------------------------------------------------------------------------------------------
+
+    @property
+    def branch(self) -> BranchId:
+        return self.election.branch if self._loading is None else self.ledger.branch
+
+    @property
+    def term(self) -> Term:
+        """Of the newest entry that counts."""
+        return self.election.head.rank.term if self._loading is None else self.ledger.term
+
+    @property
+    def began(self) -> bool:
+        return self.ledger.seq != NO_SEQ or self.election.head.rank.seq >= 0

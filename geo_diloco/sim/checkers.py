@@ -1,0 +1,289 @@
+"""The invariants of the protocol, checked from outside while a simulated run goes on. They share no code with the core.
+
+Numbers are those of the lists in `protocol/README.md` (1 to 8) and of the election (I1 to I10). A checker raises
+AssertionError at the very event that breaks its rule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from geo_diloco.manifest import Digest, FragmentId
+from geo_diloco.protocol.effects import Effect, PersistAccounts, TokensDropped, TokensMerged
+from geo_diloco.protocol.election.ballots import Elector
+from geo_diloco.protocol.events import Event, Resumed
+from geo_diloco.protocol.messages import Commit, Entry, Finished, Found, Open, RosterChange
+from geo_diloco.sim.fakes import SignedEntry
+from geo_diloco.sim.process import Process
+from geo_diloco.sim.work import TOLERANCE, StepKey
+from geo_diloco.sim.world import Watch, World
+
+
+class AppendChecker(Watch):
+    """1 and 2 (I1, I2): one process appends in a term; seq and term grow along every chain; a term is opened first, by
+    votes of a majority of the electors then."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._owners: dict[tuple[str, int], str] = {}
+        self.num_opens = 0
+
+    def sealed(self, process: Process, signed: SignedEntry) -> None:
+        entry, header = signed.entry, signed.entry.header
+        owner = self._owners.setdefault((header.branch or signed.digest, header.term), process.boot)
+        assert owner == process.boot, f"two processes append in term {header.term}"
+        if isinstance(entry, Found):
+            assert header.seq == 0
+            return
+        last = self._world.entries[Digest(header.prev)].entry
+        assert header.seq == last.header.seq + 1, f"seq {header.seq} after {last.header.seq}"
+        assert not isinstance(last, Finished) or isinstance(entry, Open), "an entry after the end"
+        if isinstance(entry, Open):
+            self.num_opens += 1
+            assert header.term > last.header.term or isinstance(last, Found), "term went back"
+            seats = {(elector.peer, elector.enrolment) for elector in roster_at(self._world, Digest(header.prev))}
+            votes = {(vote.elector, vote.enrolment) for vote in entry.votes if vote.head == header.prev}
+            assert 2 * len(votes & seats) > len(seats), f"open of term {header.term} without a majority"
+        else:
+            assert header.term == last.header.term and not isinstance(last, Found), f"term {header.term} is not open"
+
+
+class DurableChecker(Watch):
+    """3 (I3, I4, I6): what was durable once is on every later syncer's chain, everybody folds the same entries in the
+    same order, and a majority of the electors holds them on disk."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.chain: list[SignedEntry] = []
+        """What is durable, as far as anybody has folded it."""
+        self._folded: dict[str, int] = {}
+        """Entries folded, by process start."""
+
+    def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
+        ledger = process.core.ledger
+        if ledger.seq < 0 or self._folded.get(process.boot) == ledger.seq:
+            return
+        self._folded[process.boot] = ledger.seq
+        if ledger.seq >= len(self.chain):
+            self._extend(process, ledger.head_digest)
+        assert self.chain[ledger.seq].digest == ledger.head_digest, (
+            f"host {process.host.index} folded another entry {ledger.seq} than others"
+        )
+
+    def _extend(self, process: Process, head: Digest) -> None:
+        new: list[SignedEntry] = []
+        at: Digest | str = head
+        while at and (not self.chain or at != self.chain[-1].digest):
+            signed = self._world.entries[Digest(at)]
+            assert signed.entry.header.seq >= len(self.chain), "what became durable leaves the durable chain"
+            new.append(signed)
+            at = signed.entry.header.prev
+        for signed in reversed(new):
+            self.chain.append(signed)
+            self._world.durable(process, signed)
+        self._on_disks(process, head)
+
+    def _on_disks(self, process: Process, head: Digest) -> None:
+        newest = process.core.election.head.digest if process.core.serves else head
+        roster = roster_at(self._world, newest)
+        disks = {(host.peer, host.disk.enrolment): host.disk for host in self._world.hosts}
+        seats = [(elector.peer, elector.enrolment) for elector in roster]
+        having = [seat for seat in seats if seat in disks and disks[seat].holds_up_to(head)]
+        lost = [seat for seat in seats if seat not in disks]
+        assert 2 * (len(having) + len(lost)) > len(roster), f"durable on {len(having)} of {len(roster)} disks"
+
+    def sealed(self, process: Process, signed: SignedEntry) -> None:
+        if not isinstance(signed.entry, Open) or not self.chain:
+            return
+        at: Digest | str = signed.entry.header.prev
+        last = self.chain[-1]
+        while at and self._world.entries[Digest(at)].entry.header.seq > last.entry.header.seq:
+            at = self._world.entries[Digest(at)].entry.header.prev
+        assert at == last.digest, f"term {signed.entry.header.term} lacks the durable entry {last.entry.header.seq}"
+
+
+class LeaseChecker(Watch):
+    """I8: at any real time at most one process believes that it holds the lease."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
+        if process.core.election.role != "syncer":
+            return
+        holders = []
+        for each in self._world.processes():
+            if each.core.election.role != "syncer":
+                continue
+            until = each.core.election.lease_until(each.mono())
+            if until is not None and each.mono() < until:
+                holders.append(each.host.index)
+        assert len(holders) <= 1, f"hosts {holders} hold a lease"
+
+
+class CommitChecker(Watch):
+    """4 (as the chain claims it) and 5: ranges never overlap; K fresh participants, or the only-late rule's reason."""
+
+    def __init__(self, world: World) -> None:
+        self._sync = world.plan.sync
+        self._bases: dict[tuple[int, int], Digest] = {}
+        self._until: dict[tuple[str, int], int] = defaultdict(int)
+        self.participations: list[int] = []
+        self.times: list[int] = []
+        """When each commit became durable."""
+        self._clock = world.clock
+
+    def durable(self, process: Process, signed: SignedEntry) -> None:
+        entry = signed.entry
+        if isinstance(entry, Found):
+            self._bases = {(p, 0): signed.digest for p in range(len(entry.num_elements))}
+        if isinstance(entry, Commit):
+            self._check(entry)
+            self._bases[entry.fragment, entry.version] = signed.digest
+            self.participations.append(len(entry.participants))
+            self.times.append(self._clock.now)
+
+    def _check(self, entry: Commit) -> None:
+        fragment, listed = entry.fragment, entry.participants
+        peers = [each.peer for each in listed]
+        assert peers == sorted(set(peers)), "participants are not sorted or not distinct"
+        assert abs(sum(each.weight for each in listed) - 1) < 1e-9, "weights do not sum to 1"
+        for each in listed:
+            assert self._bases[fragment, each.base_version] == each.base, "base and version disagree"
+            assert entry.version - 1 - each.base_version <= self._sync.staleness_max, "too old"
+            until = self._until[each.peer, fragment]
+            assert until <= each.first_step < each.last_step, f"steps up to {until} were merged, {each}"
+            self._until[each.peer, fragment] = each.last_step
+        current = self._bases[fragment, entry.version - 1]
+        fresh = sum(each.base == current for each in listed)
+        only_late = entry.close_reason.startswith("only late work") and fresh < len(listed)
+        assert len(listed) >= self._sync.quorum, f"{len(listed)} participants"
+        assert fresh >= self._sync.quorum or only_late, f"{fresh} fresh of {self._sync.quorum}: {entry.close_reason}"
+        assert entry.quorum_wait_ms >= 0 and entry.grace_ms >= 0, "time went back"
+
+
+class WorkChecker(Watch):
+    """4 on the work itself: no inner step enters a fragment of Theta twice, and ranges tell the truth."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.merged: list[dict[StepKey, float]] = [defaultdict(float) for _ in world.plan.num_elements]
+
+    def durable(self, process: Process, signed: SignedEntry) -> None:
+        entry = signed.entry
+        if not isinstance(entry, Commit):
+            return
+        into = self.merged[entry.fragment]
+        for each in entry.participants:
+            assert each.contribution.digest not in self._world.bad_blobs, "an invalid contribution was merged"
+            for key, share in self._world.contents[each.contribution.digest].items():
+                assert key.peer == each.peer, "another learner's work"
+                assert each.first_step < key.step <= each.last_step, f"{key.step} is not in {each}"
+                into[key] += share
+                assert into[key] <= 1 + TOLERANCE, f"step {key.step} of {key.peer[:8]} merged {into[key]} times"
+
+
+class StateChecker(Watch):
+    """6: one digest per fragment and durable version, everywhere."""
+
+    def __init__(self) -> None:
+        self._digests: dict[tuple[int, int], Digest] = {}
+
+    def durable(self, process: Process, signed: SignedEntry) -> None:
+        entry = signed.entry
+        if isinstance(entry, Found):
+            self._digests = {(p, 0): digest for p, digest in enumerate(entry.state_digests)}
+        if isinstance(entry, Commit):
+            self._digests[entry.fragment, entry.version] = entry.state_digest
+
+    def state(self, process: Process, fragment: int, version: int, digest: Digest) -> None:
+        known = self._digests.get((fragment, version))
+        assert known == digest, f"host {process.host.index}: fragment {fragment}, version {version} is not durable"
+
+
+@dataclass
+class Book:
+    """What one learner said about its tokens, over all its process starts."""
+
+    booked: list[TokensMerged | TokensDropped] = field(default_factory=list)
+    sums: dict[tuple[type, int], int] = field(default_factory=lambda: defaultdict(int))
+    durable: int = 0
+    """How many of `booked` a checkpoint covers: a process that resumes from it says the others again."""
+    marks: dict[int, int] = field(default_factory=dict)
+    trained_before: int = 0
+    started_with: int = 0
+    process: Process | None = None
+    has_checkpoint: bool = False
+    was_lost_unsaved: bool = False
+    awaits_resumed: bool = False
+
+    def add(self, said: TokensMerged | TokensDropped) -> None:
+        self.booked.append(said)
+        self.sums[type(said), said.fragment] += said.tokens
+
+    def forget_undurable(self) -> None:
+        for said in self.booked[self.durable :]:
+            self.sums[type(said), said.fragment] -= said.tokens
+        del self.booked[self.durable :]
+        self.marks.clear()
+
+
+class TokenChecker(Watch):
+    """7: trained = merged + in flight + carried + dropped, per learner and fragment, after every single event."""
+
+    def __init__(self, world: World) -> None:
+        self._num_fragments = len(world.plan.num_elements)
+        self.books: dict[str, Book] = defaultdict(Book)
+
+    def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
+        if process.learn is None:
+            return
+        book = self.books[process.peer]
+        if book.process is not process:
+            book.process, book.started_with, book.awaits_resumed = process, 0, book.has_checkpoint
+        for effect in effects:
+            if isinstance(effect, TokensMerged | TokensDropped):
+                book.add(effect)
+            elif isinstance(effect, PersistAccounts):
+                book.marks[effect.save] = len(book.booked)
+        if isinstance(event, Resumed):
+            book.started_with, book.durable, book.awaits_resumed = event.tokens, len(book.booked), False
+        if not book.awaits_resumed:
+            self._check(process, book)
+
+    def saved(self, process: Process, save: int) -> None:
+        book = self.books[process.peer]
+        book.durable, book.has_checkpoint = book.marks[save], True
+
+    def ended(self, process: Process) -> None:
+        """What no checkpoint covers is forgotten: the next process says it again, and by its Resumed how much more was
+        lost. Without any checkpoint all of it is lost."""
+        if process.learn is None:
+            return
+        book = self.books[process.peer]
+        tokens = process.core.tokens()
+        trained = tokens[0].trained - book.started_with if tokens and book.process is process else 0
+        book.trained_before += trained
+        book.forget_undurable()
+        if not book.has_checkpoint:
+            for p in range(self._num_fragments):
+                book.add(TokensDropped(FragmentId(p), trained, "crashed"))
+            book.durable, book.was_lost_unsaved = len(book.booked), True
+
+    def _check(self, process: Process, book: Book) -> None:
+        for p, now in enumerate(process.core.tokens()):
+            trained = book.trained_before + now.trained - book.started_with
+            merged, dropped = book.sums[TokensMerged, p], book.sums[TokensDropped, p]
+            assert now.in_flight >= 0 and now.carried >= 0, f"{process.peer[:8]} fragment {p}: {now}"
+            assert trained == merged + now.in_flight + now.carried + dropped, (
+                f"{process.peer[:8]} fragment {p}: trained {trained}, merged {merged}, dropped {dropped}, {now}"
+            )
+
+
+def roster_at(world: World, digest: Digest) -> tuple[Elector, ...]:
+    """The electors in force at that entry."""
+    entry: Entry = world.entries[digest].entry
+    while not isinstance(entry, Found | RosterChange):
+        entry = world.entries[Digest(entry.header.prev)].entry
+    return entry.roster

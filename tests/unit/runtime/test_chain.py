@@ -1,0 +1,232 @@
+"""The log of the chain, what counts in it, and the proof of who serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, RunDirError
+from geo_diloco.manifest import BootId, BranchId, Digest, MonoMs, RunId, Seq, Term
+from geo_diloco.protocol.election.ballots import Append, Elector, Head, PeerBoot, Rank, SignedVote, Vote
+from geo_diloco.protocol.messages import EntryHeader, Envelope, Found, Message, Open, Record, RosterChange
+from geo_diloco.runtime.chain import ChainCopy, counting_chain
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.proof import check_snapshot, read_proof
+from geo_diloco.runtime.store import ChainStore
+from geo_diloco.runtime.wire import Signed, open_entry, seal_entry, seal_envelope, seal_snapshot
+
+from .samples import BOOT, D1, D2, RUN, snapshot
+
+EVERYBODY = FOUNDER, SECOND, THIRD, LIAR, OTHER = tuple(Identity.generate() for _ in range(5))
+BOOTS = {identity.peer_id: BootId(f"{number:016x}") for number, identity in enumerate(EVERYBODY)}
+
+
+def seat(identity: Identity) -> Elector:
+    return Elector(identity.peer_id, "ab", "machine", "127.0.0.1:1")
+
+
+class Chain:
+    """Entries that follow each other, each signed by whom the test says."""
+
+    def __init__(self) -> None:
+        self.entries: list[Signed] = []
+        self.branch = BranchId("")
+
+    def header(self, term: int) -> EntryHeader:
+        prev = self.entries[-1].digest if self.entries else ""
+        return EntryHeader(run=RUN, branch=self.branch, term=Term(term), seq=Seq(len(self.entries)), prev=prev)  # type: ignore[arg-type]
+
+    def add(self, entry: Found | Open | RosterChange | Record, by: Identity) -> Chain:
+        self.entries.append(seal_entry(entry, by))
+        self.branch = self.branch or BranchId(self.entries[0].digest)
+        return self
+
+    def found(self, by: Identity = FOUNDER) -> Chain:
+        found = Found(
+            header=self.header(1),
+            boot=BOOTS[by.peer_id],
+            state_digests=(D1,),
+            momentum_digests=(D2,),
+            layout_digest=D1,
+            num_elements=(1,),
+            roster=(seat(by),),
+        )
+        return self.add(found, by)
+
+    def open(self, term: int, by: Identity, voters: tuple[Identity, ...]) -> Chain:
+        head = self.entries[-1].digest
+        votes = tuple(self.vote(term, by, head, voter) for voter in voters)
+        opened = Open(header=self.header(term), syncer=by.peer_id, boot=BOOTS[by.peer_id], address="a:1", votes=votes)
+        return self.add(opened, by)
+
+    def vote(self, term: int, candidate: Identity, head: Digest, voter: Identity) -> SignedVote:
+        whom = PeerBoot(candidate.peer_id, BOOTS[candidate.peer_id])
+        said = Vote(candidate=whom, head=head, enrolment="ab")
+        return SignedVote(voter.peer_id, "ab", Term(term), whom, head, self.envelope(term, voter, candidate, said))
+
+    def envelope(self, term: int, sender: Identity, to: Identity, message: Message) -> str:
+        made = Envelope(
+            run=RUN,
+            branch=self.branch,
+            term=Term(term),
+            boot=BOOTS[sender.peer_id],
+            sender=sender.peer_id,
+            to=to.peer_id,
+            nonce="n",
+            number=1,
+            message=message,
+        )
+        return seal_envelope(made, sender)
+
+    def roster(self, term: int, by: Identity, *electors: Identity) -> Chain:
+        change = RosterChange(header=self.header(term), roster=tuple(seat(each) for each in electors))
+        return self.add(change, by)
+
+    def record(self, term: int, by: Identity) -> Chain:
+        return self.add(Record(header=self.header(term), measured_seq=Seq(0), heldout_loss=1.0), by)
+
+
+def handed_over() -> Chain:
+    """The founder takes two more electors, and the second is elected by itself and the third."""
+    chain = Chain().found().open(1, FOUNDER, (FOUNDER,)).roster(1, FOUNDER, FOUNDER, SECOND, THIRD)
+    return chain.open(2, SECOND, (SECOND, THIRD))
+
+
+def proof(chain: Chain) -> list[Signed]:
+    return [signed for signed in chain.entries if open_entry(signed).kind in ("found", "open", "roster")]
+
+
+# ---- proof
+
+
+def test_a_proof_shows_who_was_made_syncer_by_whom() -> None:
+    authority = read_proof(proof(handed_over().record(2, SECOND)), run=RUN, founder=FOUNDER.peer_id)
+    assert authority.term == 2 and authority.opened[Term(2)].syncer == SECOND.peer_id
+    assert authority.roster_at(Seq(1)) == (0, (seat(FOUNDER),))
+    assert authority.roster_at(Seq(3)) == (2, (seat(FOUNDER), seat(SECOND), seat(THIRD)))
+
+
+WRONG: dict[str, Callable[[], list[Signed]]] = {
+    "nothing": lambda: [],
+    "another founder": lambda: Chain().found(LIAR).entries,
+    "a minority": lambda: handed_over().open(3, LIAR, (SECOND,)).entries,
+    "votes of strangers": lambda: handed_over().open(3, LIAR, (LIAR, OTHER)).entries,
+    "a term twice": lambda: handed_over().open(2, THIRD, (FOUNDER, THIRD)).entries,
+    "a roster by another": lambda: handed_over().roster(2, LIAR, LIAR).entries,
+    "a roster of a leap": lambda: handed_over().roster(2, SECOND, SECOND).entries,
+    "out of order": lambda: [handed_over().entries[0], *handed_over().entries[2:]],
+    "not of a proof": lambda: handed_over().record(2, SECOND).entries,
+    "the end first": lambda: list(reversed(handed_over().entries)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_proven_is_refused(name: str) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_proof(WRONG[name](), run=RUN, founder=FOUNDER.peer_id)
+
+
+def test_a_proof_of_another_run_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="of this run"):
+        read_proof(handed_over().entries, run=RunId("9" * 40), founder=FOUNDER.peer_id)
+
+
+def test_a_snapshot_is_believed_if_the_syncer_of_its_term_signed_it() -> None:
+    chain = handed_over()
+    authority = read_proof(chain.entries, run=RUN, founder=FOUNDER.peer_id)
+    seq, roster = authority.roster_at(Seq(3))
+    honest = replace(
+        snapshot(),
+        branch=chain.branch,
+        term=Term(2),
+        roster=roster,
+        roster_seq=seq,
+        opened=authority.opened[Term(2)],
+    )
+    check_snapshot(seal_snapshot(honest, SECOND), honest, authority)
+    for lie, signer in (
+        (honest, FOUNDER),
+        (replace(honest, term=Term(3)), SECOND),
+        (replace(honest, term=Term(1)), SECOND),
+        (replace(honest, branch=BranchId("9" * 64)), SECOND),
+        (replace(honest, roster=roster[:1]), SECOND),
+        (replace(honest, opened=authority.opened[Term(1)]), SECOND),
+        (replace(honest, theta=()), SECOND),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            check_snapshot(seal_snapshot(lie, signer), lie, authority)
+
+
+# ---- votes in `open`
+
+
+def test_a_vote_that_its_elector_did_not_give_is_refused() -> None:
+    chain = handed_over()
+    opened = open_entry(chain.entries[-1])
+    assert isinstance(opened, Open)
+    head = chain.entries[-2].digest
+    vote = chain.vote(2, SECOND, head, THIRD)
+    heartbeat = Append(head=Head(Rank(0, Term(2), Seq(2)), head), durable_seq=Seq(2), sent_at=MonoMs(1))
+    for forged in (
+        replace(vote, evidence=""),
+        replace(vote, evidence="{}"),
+        replace(vote, elector=FOUNDER.peer_id),
+        replace(vote, term=Term(3)),
+        replace(vote, head=D1),
+        replace(vote, enrolment="cd"),
+        replace(vote, candidate=PeerBoot(SECOND.peer_id, BOOT)),
+        replace(vote, evidence=chain.envelope(2, THIRD, SECOND, heartbeat)),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            open_entry(seal_entry(replace(opened, votes=(forged,)), SECOND))
+    own = replace(chain.vote(2, SECOND, head, SECOND), evidence="")
+    assert open_entry(seal_entry(replace(opened, votes=(own, vote)), SECOND))
+    with pytest.raises(RemoteProtocolError, match="8 votes"):
+        open_entry(seal_entry(replace(opened, votes=(vote,) * 8), SECOND))
+
+
+# ---- the log
+
+
+def test_of_a_log_with_forks_the_path_to_the_highest_term_counts() -> None:
+    common = handed_over()
+    longer = Chain()
+    longer.entries, longer.branch = list(common.entries), common.branch
+    longer.record(2, SECOND).record(2, SECOND).record(2, SECOND)
+    newer = Chain()
+    newer.entries, newer.branch = list(common.entries), common.branch
+    newer.open(3, THIRD, (THIRD, FOUNDER))
+    log = [*longer.entries, newer.entries[-1]]
+    counted = counting_chain((signed.digest, open_entry(signed)) for signed in log)
+    assert [digest for digest, _ in counted] == [signed.digest for signed in newer.entries]
+    assert counting_chain([]) == []
+
+
+def test_what_is_kept_is_found_at_once_and_on_disk_when_written(tmp_path: Path) -> None:
+    entries = handed_over().entries
+
+    async def scenario() -> None:
+        chain = ChainCopy(ChainStore(tmp_path / "chain.jsonl"), run=RUN)
+        for signed in entries:
+            chain.arrives(signed, chain.verify(signed))
+            assert not chain.knows(signed.digest)
+            assert chain.take(signed.digest) and not chain.take(signed.digest)
+            assert chain.signed(signed.digest) == signed and not chain.is_written(signed.digest)
+            await chain.write(signed.digest, sync=True)
+            assert chain.is_written(signed.digest)
+        with pytest.raises(LocalProtocolError):
+            chain.take(D1)
+        chain.close()
+
+    asyncio.run(scenario())
+    again = ChainCopy(ChainStore(tmp_path / "chain.jsonl"), run=RUN)
+    assert [signed for signed, _ in again.load()] == entries
+    again.close()
+    other = ChainCopy(ChainStore(tmp_path / "chain.jsonl"), run=RunId("9" * 40))
+    with pytest.raises(RunDirError, match="can't be used"):
+        other.load()
+    other.close()
