@@ -421,8 +421,11 @@ def test_the_next_start_sweeps_what_a_power_cut_left(tmp_path: Path) -> None:
     left.mkdir()
     (left / "p2pd.sock").touch()
     state.note.write_text(f"{left}\n")
-    command = [sys.executable, "-c", "import time; time.sleep(60)", f"-listen=/unix{left}/p2pd.sock"]
-    with subprocess.Popen(command) as stale:
+    script = "import time; print('up', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", script, f"-listen=/unix{left}/p2pd.sock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stale:
+        # Until it has begun to run, its arguments may not be there to be found.
+        assert stale.stdout is not None and stale.stdout.readline() == "up\n"
         state.sweep()
         # On a machine that is busy it may not have been scheduled before patience was over.
         assert stale.wait(timeout=2) in (-signal.SIGTERM, -signal.SIGKILL)
