@@ -33,10 +33,15 @@ class CatchingUp:
                 reader.process.handle(EntriesArrived(source.peer, missing))
 
     def _missing(self, reader: Host, source: Host) -> tuple[EntryFacts, ...]:
-        """Reforms, what follows the reader's entries, and what is newest: a disk remembers what a memory may not."""
+        """Reforms, what follows the reader's entries, and what is newest: a disk remembers what a memory may not. When
+        faults are over the owner's newest reform is shown, whoever lost it."""
         assert source.process is not None
         path = self.world.book.path(source.process.machine.best.digest)
         missing = {each.digest: each for each in path if each.kind == "reform" and each.digest not in reader.disk.known}
+        if self.world.mishaps.num_reforms and not self.world.faults_on:
+            newest_reform = self.world.book.reforms[self.world.mishaps.num_reforms]
+            if newest_reform.digest not in reader.disk.known:
+                missing[newest_reform.digest] = newest_reform
         known = set(reader.disk.known)
         for entry in source.disk.log:
             if entry.digest not in known and entry.prev in known:

@@ -169,6 +169,7 @@ def hears_lower_terms(patch: Patch) -> None:
             books.record = replace(books.record, term=max(term, books.record.term))
 
     patch.setattr(Election, "_heard", heard)
+    patch.setattr(Books, "_outlived", lambda self, effect: False)
 
 
 def _two_at_once(facts: Any) -> RosterPlan:

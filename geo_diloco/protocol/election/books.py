@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from geo_diloco.manifest import BranchId, MonoMs, PeerId, Term
 from geo_diloco.protocol.effects import Note, PersistVote, SendEntries
-from geo_diloco.protocol.election.ballots import NO_RANK, Ballot, Elector, Head, Need, PeerBoot, VoteRecord
+from geo_diloco.protocol.election.ballots import NO_RANK, Ack, Ballot, Elector, Head, Need, PeerBoot, VoteRecord
 from geo_diloco.protocol.election.forks import Forks
 from geo_diloco.protocol.election.polls import (
     PollEffect,
@@ -180,7 +180,9 @@ class Books:
             self._asked, self._dirty = self._asked + 1, False
             out.append(PersistVote(self._asked, self.record))
         while self._leaving and self._leaving[0][0] <= self._written:
-            out.append(self._leaving.popleft()[1])
+            effect = self._leaving.popleft()[1]
+            if not self._outlived(effect):
+                out.append(effect)
         for effect in self._effects:
             leaves = isinstance(effect, Tell | SendEntries | SealFound | SealOpen | SealRoster)
             if leaves and self._written < self._asked:
@@ -189,6 +191,12 @@ class Books:
                 out.append(effect)
         self._effects = []
         return out
+
+    def _outlived(self, effect: PollEffect) -> bool:
+        """Rule 4: an ack that waited for the disk while we went on to another term or branch."""
+        if not isinstance(effect, Tell) or not isinstance(effect.ballot, Ack):
+            return False
+        return (effect.branch, effect.term) != (self.record.branch, self.record.term)
 
 
 @dataclass(frozen=True, slots=True)

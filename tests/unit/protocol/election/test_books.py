@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from geo_diloco.manifest import MonoMs, Seq, Term
 from geo_diloco.protocol.effects import PersistVote
-from geo_diloco.protocol.election.ballots import NO_HEAD, Ask, Head, Need, Rank, Vote
+from geo_diloco.protocol.election.ballots import NO_HEAD, Ack, Append, Ask, Head, Need, Rank, Vote
 from geo_diloco.protocol.election.books import NEED_MS, NEEDS_MAX, Books, Deadline, ElectionRules, Jitter
 from geo_diloco.protocol.election.polls import EntriesArrived, EntrySealed, FoundingAsked, SealOpen, ServiceEnded, Tell
-from geo_diloco.protocol.events import VotePersisted
+from geo_diloco.protocol.events import EntryStored, VotePersisted
 from tests.support.election_parts import A, B, Bench, Chain, ballots, boot, seat
 
 RANK = Rank(0, Term(9), Seq(99))
@@ -55,6 +55,21 @@ def test_what_leaves_keeps_its_order() -> None:
     held_back = bench.give(VotePersisted(numbers(bench)[-1]))
     kinds = [type(getattr(effect, "ballot", effect)).__name__ for effect in held_back]
     assert kinds.index("Vote") < kinds.index("SendEntries")
+
+
+def test_an_ack_that_waited_while_the_term_went_on_is_dropped() -> None:
+    chain = Chain()
+    chain.open(A, 1)
+    bench = Bench(B, chain=chain)
+    bench.hear(A, Append(head=chain.head, durable_seq=Seq(1), sent_at=MonoMs(1)), term=1)
+    chain.commits(1)
+    bench.take(chain, stored=False)
+    bench.disk_answers = False
+    bench.give(EntryStored(chain.entries[-1].digest))
+    acked = numbers(bench)[-1]
+    bench.hear(A, Ask(head=chain.head), term=2)
+    assert bench.machine.record.term == 2
+    assert ballots(bench.give(VotePersisted(acked)), Ack) == []
 
 
 def test_nothing_is_sealed_for_a_service_that_ended_before_its_vote_was_on_disk() -> None:
