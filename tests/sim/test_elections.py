@@ -17,7 +17,7 @@ from tests.support.election_plans import swarm_plan
 from tests.support.election_run import run_election, swarm
 from tests.support.election_timings import LEASE_MS, gap_after, quantile
 
-NUM_SEEDS = 50
+NUM_SEEDS = 25
 """Whole peers in as many worlds as are asked of CI are simulated in test_simulate_protocol.py; here elections alone."""
 PARTS = 5
 HANDOVER_MS_MAX = 3_000
