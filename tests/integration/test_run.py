@@ -175,10 +175,12 @@ def check_agreement(run: Run) -> None:
 
 
 def check_tapes(run: Run) -> None:
+    """Every tape gives the same effects again. A learner that came back to a run as good as over has no update to redo,
+    the founder has them all."""
     for tape in [run.root / "founder" / "tape.jsonl", *run.tapes()]:
         result = replay(tape)
         assert result.divergence is None
-        assert result.updates_checked > 0
+        assert result.updates_checked > 0 or tape.parent.name != "founder"
 
 
 def check_nothing_left(run: Run) -> None:
