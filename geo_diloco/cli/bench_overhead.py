@@ -28,8 +28,10 @@ WINDOW_LIMIT_S = 120.0
 
 
 def measure_overhead(*, num_pairs: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Keys: `lost_median` (share of steps per second lost), `inside_median` (share of an inner step spent inside
-    `Learner.step`), and `rows`, one per pair. Raises GeoDilocoError if a window fails."""
+    """Keys: `lost_median` (share of steps per second lost), `waiting_median` (the part of it in which the training
+    thread was kept from the processor: the rest is steps that take longer on it, the machine's own drift among it),
+    `inside_median` (share of an inner step spent inside `Learner.step`), and `rows`, one per pair. Raises
+    GeoDilocoError if a window fails."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="geo-diloco-bench-") as folder, _founder(Path(folder)) as invite:
         for pair in range(num_pairs):
@@ -38,21 +40,25 @@ def measure_overhead(*, num_pairs: int, seconds: float, say: Callable[[str], Non
                 joined: _window(seconds, invite if joined else "", Path(folder) / f"learner-{pair}") for joined in order
             }
             lost = 1 - window[True]["steps_per_s"] / window[False]["steps_per_s"]
+            waiting = 1 - window[True]["running"] / window[False]["running"]
             row = {
                 "alone_steps_per_s": window[False]["steps_per_s"],
                 "joined_steps_per_s": window[True]["steps_per_s"],
                 "lost": lost,
+                "waiting": waiting,
                 "inside": window[True]["inside"],
                 "adoptions": window[True]["adoptions"],
             }
             rows.append(row)
             say(
                 f"pair {pair + 1}/{num_pairs}: alone {row['alone_steps_per_s']:.2f}, joined "
-                f"{row['joined_steps_per_s']:.2f} steps/s, lost {lost:.1%}, inside step {row['inside']:.2%}"
+                f"{row['joined_steps_per_s']:.2f} steps/s, lost {lost:.1%}, "
+                f"waiting {waiting:.1%}, inside step {row['inside']:.2%}"
             )
     return {
         "pairs": num_pairs,
         "lost_median": statistics.median(row["lost"] for row in rows),
+        "waiting_median": statistics.median(row["waiting"] for row in rows),
         "inside_median": statistics.median(row["inside"] for row in rows),
         "rows": rows,
     }
@@ -120,6 +126,7 @@ def measure_window(*, seconds: float, invite: str, run_dir: Path | None) -> dict
                 inside_at_start = learner.seconds_inside
         return {
             "steps_per_s": clock.steps_per_s,
+            "running": clock.running,
             "inside": (learner.seconds_inside - inside_at_start) / clock.elapsed_s,
             "adoptions": float(sum(peer.status()["versions"])),
         }
@@ -140,7 +147,7 @@ def _train_alone(seconds: float) -> dict[str, float]:
         loss.item()
         if clock.tick():
             break
-    return {"steps_per_s": clock.steps_per_s, "inside": 0.0, "adoptions": 0.0}
+    return {"steps_per_s": clock.steps_per_s, "running": clock.running, "inside": 0.0, "adoptions": 0.0}
 
 
 def _inner_step(model: Any, optimizer: Any, batch: Any, gradient_clip: float) -> Any:
@@ -152,13 +159,16 @@ def _inner_step(model: Any, optimizer: Any, batch: Any, gradient_clip: float) ->
 
 
 class StepWindow:
-    """Counts steps after the warm-up, for so many seconds."""
+    """Counts steps after the warm-up, for so many seconds. For the thread that trains."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._num_steps = -WARM_UP_STEPS
         self._began_at = 0.0
+        self._processor_began_s = 0.0
         self.elapsed_s = 0.0
+        self.running = 0.0
+        """Share of the window that this thread had a processor."""
 
     @property
     def began_now(self) -> bool:
@@ -169,9 +179,10 @@ class StepWindow:
         self._num_steps += 1
         now = time.perf_counter()
         if self._num_steps <= 0:
-            self._began_at = now
+            self._began_at, self._processor_began_s = now, time.thread_time()
             return False
         self.elapsed_s = now - self._began_at
+        self.running = (time.thread_time() - self._processor_began_s) / self.elapsed_s
         return self.elapsed_s >= self._seconds
 
     @property
