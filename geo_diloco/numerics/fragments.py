@@ -216,7 +216,22 @@ def scatter_(vector: Tensor, tensors: Mapping[str, Tensor], layout: Layout, frag
 
 def fragment_digest(vector: Tensor) -> Digest:
     """BLAKE3 of the vector's little-endian float32 bytes: `state_digest` and `momentum_digest` of a commit."""
-    return Digest(blake3(_little_endian(vector).view(np.uint8).data).hexdigest())
+    digesting = FragmentDigest()
+    digesting.add(vector)
+    return digesting.result()
+
+
+class FragmentDigest:
+    """`fragment_digest` of a vector that comes part by part."""
+
+    def __init__(self) -> None:
+        self._hasher = blake3()
+
+    def add(self, part: Tensor) -> None:
+        self._hasher.update(_little_endian(part).view(np.uint8).data)
+
+    def result(self) -> Digest:
+        return Digest(self._hasher.hexdigest())
 
 
 def bytes_from_vector(vector: Tensor) -> bytes:

@@ -8,8 +8,8 @@ Two rules, over a fragment's outer gradients g_m (pointing uphill) with token we
     rda    R * phi(U),  R = sum(w |g|) / sum(w),  U = sum(w phi(g)) / sum(w),  phi(x) = x / |x|, phi(0) = 0
 
 `rda` is taken tensor by tensor, so that one loud tensor doesn't drown the direction of the others; embeddings, whose
-rows are touched by few tokens, take `mean`. Norms accumulate in float64. Contributions are added in sorted order of
-peer id by the caller: the same inputs then give the same bits on the same machine.
+rows are touched by few tokens, take `mean`. Norms accumulate in float64 over rows of 2,048 elements. Contributions are
+added in sorted order of peer id by the caller: the same inputs then give the same bits on the same machine.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ _FACTOR_MAX: Final = 1e30
 """A factor above this might overflow float32: the tensor is scaled in float64 instead."""
 _NORM_ELEMENTS: Final = 8192
 """Elements per float64 dot product: in cache, and few enough that BLAS stays on the calling thread."""
+_ROW_ELEMENTS: Final = 2048
+"""Elements per float32 dot product, likewise."""
+_SQUARES_SAFE: Final = (1e-20, 1e30)
+"""A sum of squares in between has lost nothing to float32's range."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,22 @@ def l2_norm(vector: Tensor) -> float:
     return math.sqrt(total)
 
 
+def quick_norm(vector: Tensor) -> float:
+    """L2 norm to about 1e-7, in half the time of `l2_norm`: float32 within a row, float64 over rows.
+
+    Exact where float32's range would show; NaN or infinity if a value is.
+    """
+    values = vector.detach().numpy()
+    whole = len(values) - len(values) % _ROW_ELEMENTS
+    rows, rest = values[:whole].reshape(-1, _ROW_ELEMENTS), values[whole:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(np.dot(rest, rest))
+    low, high = _SQUARES_SAFE
+    return math.sqrt(squares) if low < squares < high else l2_norm(vector)
+
+
 class StreamingMerge:
-    """One fragment's merge. `add` each contribution in sorted order of peer id, then take `result` once."""
+    """One fragment's merge. Add each contribution in sorted order of peer id, then take `result` once."""
 
     def __init__(self, layout: Layout, fragment: int, rule: MergeRule) -> None:
         """Starts from nothing; takes one vector of the fragment's size."""
@@ -86,25 +104,33 @@ class StreamingMerge:
         self._unit: float | None = None
         self._num_added = 0
 
-    def add(self, gradient: Tensor, weight: float) -> None:
-        """Add one outer gradient with its token weight (not normalised, >= 0). `gradient` is not kept.
+    def add(self, gradient: Tensor, weight: float) -> float:
+        """Add one outer gradient with its token weight (not normalised, >= 0); returns its L2 norm. It is not kept.
 
         NonFiniteFrame, and nothing is added, if the gradient holds NaN or infinity.
         """
-        if gradient.shape != self._sums.shape or gradient.dtype != torch.float32:
+        return self._add(gradient, weight, sign=1.0)
+
+    def add_delta(self, delta: Tensor, weight: float) -> float:
+        """As `add` of -delta: a delta points downhill. Spares the pass that turns it round."""
+        return self._add(delta, weight, sign=-1.0)
+
+    def _add(self, vector: Tensor, weight: float, *, sign: float) -> float:
+        if vector.shape != self._sums.shape or vector.dtype != torch.float32:
             raise LayoutError(
-                f"an outer gradient of {tuple(gradient.shape)} {gradient.dtype}: this fragment is "
+                f"an outer gradient of {tuple(vector.shape)} {vector.dtype}: this fragment is "
                 f"{tuple(self._sums.shape)} torch.float32"
             )
         if not (math.isfinite(weight) and weight >= 0.0):
             raise LocalProtocolError(f"a merge weight of {weight}: it must be finite and not negative")
         slices = [slice(spec.offset, spec.offset + spec.num_elements) for spec in self._specs]
-        norms = [l2_norm(gradient[where]) for where in slices]
+        norms = [quick_norm(vector[where]) for where in slices]
         if not all(map(math.isfinite, norms)):
             raise NonFiniteFrame("an outer gradient with a value that is NaN or infinite")
         self._num_added += 1
+        length = math.hypot(*norms)
         if weight == 0.0:
-            return
+            return length
         if self._unit is None:
             self._unit = weight  # sums are kept in units of the first weight: near 1, whatever tokens^2 / steps is
         share = weight / self._unit
@@ -112,9 +138,10 @@ class StreamingMerge:
         for index, (where, norm) in enumerate(zip(slices, norms, strict=True)):
             self._norms[index] += share * norm
             if self._by_mean[index]:
-                _add_scaled(self._sums[where], gradient[where], share)
+                _add_scaled(self._sums[where], vector[where], sign * share)
             elif norm > 0.0:
-                _add_scaled(self._sums[where], gradient[where], share / norm)
+                _add_scaled(self._sums[where], vector[where], sign * share / norm)
+        return length
 
     def result(self) -> MergeResult:
         """The merged gradient; this object must not be used again. Zero if all weights were zero."""
@@ -128,7 +155,7 @@ class StreamingMerge:
             if self._by_mean[index]:
                 sums.mul_(1.0 / self._weights)
                 continue
-            length = l2_norm(sums)
+            length = quick_norm(sums)
             if length / self._weights < _DIRECTION_MIN:
                 sums.zero_()
                 num_degenerate += 1
@@ -138,7 +165,7 @@ class StreamingMerge:
 
 
 def _add_scaled(sums: Tensor, gradient: Tensor, factor: float) -> None:
-    if factor > _FACTOR_MAX:
+    if abs(factor) > _FACTOR_MAX:
         sums.add_(gradient.double().mul_(factor).float())
     else:
         sums.add_(gradient, alpha=factor)

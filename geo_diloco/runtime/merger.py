@@ -1,9 +1,13 @@
 """The outer state (Theta and momentum) and the two ways it moves: a merge of our own, or an update of somebody's.
 
 It stands apart because it is the one place where the run's state lives as tensors, and because it belongs to one
-thread, the worker thread of `runtime/driver.py`: nothing here locks, and nothing here waits. A merge is *staged*: the
-new state exists beside the visible one until its commit is signed and on disk, so a process that dies in between has
-lost nothing that anybody saw. Tensors are never changed in place; whoever holds one may keep it.
+thread, the worker thread of `runtime/driver.py`: nothing here locks, and nothing here waits. A merge is *staged*: its
+update waits beside the visible state until its commit is signed and on disk, so a process that dies in between has
+lost nothing that anybody saw. A visible Theta is never changed in place; whoever holds one may keep it.
+
+Memory beyond what is held (Theta, b, r and the last update of every fragment): while merging the running sum and one
+decoded contribution; while staged the update and the residual it leaves, in the same room; at the commit a new Theta
+as well, for a moment.
 
 Formulas: `numerics/README.md`, sections on merge and outer step.
 """
@@ -18,12 +22,12 @@ import torch
 from torch import Tensor
 
 from geo_diloco.errors import BlobError, DigestMismatch, FrameError, LocalProtocolError, NonFiniteFrame
-from geo_diloco.manifest import Digest, FragmentId, PeerId, RunManifest, Version
+from geo_diloco.manifest import CodecSpec, Digest, FragmentId, PeerId, RunManifest, Version
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest, vector_from_bytes
 from geo_diloco.numerics.gate import check_contribution, cosine, length_max
-from geo_diloco.numerics.merge import StreamingMerge, outer_gradient
-from geo_diloco.numerics.outer import apply_update, outer_update, residual_after
+from geo_diloco.numerics.merge import StreamingMerge, outer_gradient, quick_norm
+from geo_diloco.numerics.outer import apply_update, foresee_update, outer_update, residual_after
 from geo_diloco.protocol.effects import (
     ApplyUpdate,
     CheckContribution,
@@ -87,10 +91,10 @@ class _Fragment:
 @dataclass
 class _Staged:
     version: Version
-    theta_N: Tensor
-    momentum_N: Tensor
     residual_N: Tensor
     update_N: Tensor
+    eta: float
+    mu: float
 
 
 class OuterState:
@@ -110,6 +114,7 @@ class OuterState:
         return self._held(fragment).theta_N
 
     def momentum(self, fragment: FragmentId) -> Tensor:
+        """b_p, good until the next commit."""
         momentum = self._held(fragment).momentum_N
         if momentum is None:
             raise LocalProtocolError(f"momentum of fragment {fragment} is not held here")
@@ -189,9 +194,16 @@ class OuterState:
         self._advance(update.fragment, _Fragment(update.version, theta_N, momentum_N, None, update_N, held.recent))
         return theta_N
 
-    def _decode(self, frame: bytes, fragment: FragmentId) -> Tensor:
+    def _decode(
+        self, frame: bytes, fragment: FragmentId, *, spec: CodecSpec | None = None, out: Tensor | None = None
+    ) -> Tensor:
         return codec.decode(
-            frame, num_elements=self.layout.num_elements[fragment], layout_digest=self._digest, fragment=fragment
+            frame,
+            num_elements=self.layout.num_elements[fragment],
+            layout_digest=self._digest,
+            fragment=fragment,
+            spec=spec,
+            out=out,
         )
 
     def _advance(self, fragment: FragmentId, new: _Fragment) -> None:
@@ -227,56 +239,62 @@ class OuterState:
             raise MergeError(f"fragment {order.fragment} is at version {held.version}, not {order.version - 1}")
         momentum_N = self.momentum(order.fragment)
         merging = StreamingMerge(self.layout, order.fragment, manifest.sync.merge)
-        norms = []
-        for each in order.inputs:
-            delta_N = self._contribution(order.fragment, each, read, manifest)
-            norms.append(float(torch.linalg.vector_norm(delta_N, dtype=torch.float64)))
-            drift_N = self._drift(held, each, order) if manifest.sync.late_form == "paper" else None
-            gradient_N = outer_gradient(delta_N, form=manifest.sync.late_form, drift=drift_N)
-            try:
-                merging.add(gradient_N, each.weight)
-            except NonFiniteFrame as exc:
-                raise MergeError(f"contribution of {each.peer[:8]}: {exc}", each.peer) from exc
+        room_N = torch.empty_like(held.theta_N)
+        norms = [self._add(merging, order, each, read, manifest, room_N) for each in order.inputs]
         longest = max(zip(norms, order.inputs, strict=True), key=lambda pair: pair[0])[1].peer if norms else None
         merged = merging.result()
-        residual_N = torch.zeros_like(held.theta_N) if held.residual_N is None else held.residual_N
-        update_N = outer_update(merged.gradient, momentum_N, residual_N, eta=order.eta, mu=order.mu)
+        update_N = outer_update(
+            merged.gradient, momentum_N, held.residual_N, eta=order.eta, mu=order.mu, out=merged.gradient
+        )
         try:
             frame = codec.encode(update_N, manifest.codec_down, layout_digest=self._digest, fragment=order.fragment)
         except NonFiniteFrame as exc:
             raise MergeError("the outer step is not finite", longest) from exc
-        update_hat_N = self._decode(frame, order.fragment)
-        theta_N, new_momentum_N = apply_update(held.theta_N, momentum_N, update_hat_N, eta=order.eta, mu=order.mu)
-        assert new_momentum_N is not None
-        if not bool(torch.isfinite(theta_N).all() and torch.isfinite(new_momentum_N).all()):
+        update_hat_N = self._decode(frame, order.fragment, out=room_N)
+        foreseen = foresee_update(held.theta_N, momentum_N, update_hat_N, eta=order.eta, mu=order.mu)
+        if not foreseen.is_finite:
             raise MergeError("the outer step is not finite", longest)
-        self._staged[order.fragment] = _Staged(
-            order.version, theta_N, new_momentum_N, residual_after(update_N, update_hat_N), update_hat_N
-        )
+        residual_N = residual_after(update_N, update_hat_N, out=update_N)
+        self._staged[order.fragment] = _Staged(order.version, residual_N, update_hat_N, order.eta, order.mu)
         return MergeOutcome(
             frame=frame,
-            state_digest=fragment_digest(theta_N),
-            momentum_digest=fragment_digest(new_momentum_N),
+            state_digest=foreseen.state_digest,
+            momentum_digest=foreseen.momentum_digest,
             rbar=sum(norms) / len(norms) if norms else 0.0,
             rho=None if held.last_update_N is None else cosine(update_hat_N, held.last_update_N),
             num_degenerate=merged.num_degenerate,
         )
 
-    def _contribution(self, fragment: FragmentId, each: MergeInput, read: ReadBlob, manifest: RunManifest) -> Tensor:
+    def _add(
+        self,
+        merging: StreamingMerge,
+        order: Merge,
+        each: MergeInput,
+        read: ReadBlob,
+        manifest: RunManifest,
+        room_N: Tensor,
+    ) -> float:
+        """One contribution into the merge, decoded into `room_N`; the L2 norm of its delta."""
+        fragment = order.fragment
         try:
-            delta_N = codec.decode(
-                read(each.blob),
-                num_elements=self.layout.num_elements[fragment],
-                layout_digest=self._digest,
-                fragment=fragment,
-                spec=manifest.codec_up,
-            )
+            frame = read(each.blob)
+            delta_N = self._decode(frame, fragment, spec=manifest.codec_up, out=room_N)
         except (FrameError, BlobError) as exc:
             raise MergeError(f"contribution of {each.peer[:8]}: {exc}", each.peer) from exc
-        return delta_N if each.scale == 1.0 else delta_N.mul_(each.scale)
+        if each.scale != 1.0:
+            delta_N.mul_(each.scale)
+        try:
+            if manifest.sync.late_form == "base-relative":
+                return merging.add_delta(delta_N, each.weight)
+            drift_N = self._drift(each, order)
+            merging.add(outer_gradient(delta_N, form="paper", drift=drift_N), each.weight)
+        except NonFiniteFrame as exc:
+            raise MergeError(f"contribution of {each.peer[:8]}: {exc}", each.peer) from exc
+        return quick_norm(delta_N)
 
-    def _drift(self, held: _Fragment, each: MergeInput, order: Merge) -> Tensor:
+    def _drift(self, each: MergeInput, order: Merge) -> Tensor:
         """Theta_now - Theta_base: minus the updates in between. Only the syncer needs it, so its rounding is free."""
+        held = self._held(order.fragment)
         drift_N = torch.zeros_like(held.theta_N)
         wanted = range(each.base_version + 1, order.version)
         recent = dict(held.recent or ())
@@ -295,10 +313,17 @@ class OuterState:
         staged = self._staged.get(fragment)
         if staged is None or staged.version != version:
             raise LocalProtocolError(f"no staged step makes version {version} of fragment {fragment}")
-        recent = self._held(fragment).recent
+        held = self._held(fragment)
+        theta_N, momentum_N = apply_update(
+            held.theta_N,
+            held.momentum_N,
+            staged.update_N,
+            eta=staged.eta,
+            mu=staged.mu,
+            momentum_out=held.momentum_N,
+        )
         self._advance(
-            fragment,
-            _Fragment(version, staged.theta_N, staged.momentum_N, staged.residual_N, staged.update_N, recent),
+            fragment, _Fragment(version, theta_N, momentum_N, staged.residual_N, staged.update_N, held.recent)
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from geo_diloco.errors import LayoutError, LocalProtocolError, NonFiniteFrame
 from geo_diloco.manifest import MergeRule
 from geo_diloco.numerics.fragments import Layout, TensorSpec
-from geo_diloco.numerics.merge import MergeResult, StreamingMerge, l2_norm, outer_gradient, token_weight
+from geo_diloco.numerics.merge import MergeResult, StreamingMerge, l2_norm, outer_gradient, quick_norm, token_weight
 
 
 def flat_layout(*sizes: int, embeddings: tuple[int, ...] = ()) -> Layout:
@@ -217,3 +217,41 @@ def test_norms_accumulate_in_float64() -> None:
     assert l2_norm(torch.zeros(5)) == 0.0
     assert math.isnan(l2_norm(torch.tensor([1.0, math.nan])))
     assert l2_norm(torch.tensor([1.0, -math.inf])) == math.inf
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 9000),
+    exponent=st.integers(-40, 37),
+    zeros=st.floats(0.0, 1.0),
+    seed=st.integers(0, 2**31),
+)
+def test_the_quick_norm_is_the_norm_whatever_the_size_of_the_values(
+    size: int, exponent: int, zeros: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(size, generator=generator).mul_(10.0**exponent)
+    values[torch.rand(size, generator=generator) < zeros] = 0.0
+    values = values.clamp(-3e38, 3e38)
+    assert quick_norm(values) == pytest.approx(l2_norm(values), rel=1e-6, abs=0.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 2047, 2048, 4999])
+def test_the_quick_norm_hides_nothing_that_is_not_finite(value: float, where: int) -> None:
+    values = torch.ones(5000)
+    values[where] = value
+    assert not math.isfinite(quick_norm(values))
+
+
+@pytest.mark.parametrize("rule", ["mean", "rda"])
+def test_adding_a_delta_is_adding_the_gradient_it_stands_for(rule: MergeRule) -> None:
+    generator = torch.Generator().manual_seed(7)
+    layout = Layout((TensorSpec("a", (3000,), "float32", 0, 0, 3000, False),))
+    by_gradient, by_delta = StreamingMerge(layout, 0, rule), StreamingMerge(layout, 0, rule)
+    for weight in (3.0, 1.0):
+        delta = torch.randn(3000, generator=generator)
+        expected = l2_norm(delta)
+        assert by_gradient.add(-delta, weight) == pytest.approx(expected, rel=1e-6)
+        assert by_delta.add_delta(delta, weight) == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(by_gradient.result().gradient, by_delta.result().gradient)

@@ -18,7 +18,7 @@ from geo_diloco.errors import LayoutError, LocalProtocolError
 from geo_diloco.manifest import CodecName, CodecSpec, Digest
 from geo_diloco.numerics.codec import decode, encode
 from geo_diloco.numerics.fragments import fragment_digest
-from geo_diloco.numerics.outer import apply_update, outer_update, residual_after
+from geo_diloco.numerics.outer import apply_update, foresee_update, outer_update, residual_after
 
 LAYOUT = Digest("0123456789abcdef" * 4)
 ORDINARY = st.floats(-(2.0**60), 2.0**60, width=32)
@@ -194,3 +194,37 @@ def test_vectors_of_another_length_or_dtype_are_not_broadcast(other: Tensor) -> 
         apply_update(good, other, good, eta=0.7, mu=0.5)
     with pytest.raises(LayoutError):
         outer_update(good, None, other, eta=0.7, mu=0.5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 100_000), seed=st.integers(0, 2**31), eta=st.sampled_from([0.7, 0.33]))
+def test_what_is_foreseen_is_what_applying_makes(size: int, seed: int, eta: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    theta, momentum, step = (torch.randn(size, generator=generator) for _ in range(3))
+    foreseen = foresee_update(theta, momentum, step, eta=eta, mu=0.5)
+    theta_next, momentum_next = apply_update(theta, momentum, step, eta=eta, mu=0.5)
+    assert momentum_next is not None
+    assert (foreseen.state_digest, foreseen.momentum_digest) == (
+        fragment_digest(theta_next),
+        fragment_digest(momentum_next),
+    )
+    assert foreseen.is_finite
+    kept = apply_update(theta, momentum, step, eta=eta, mu=0.5, momentum_out=momentum)[1]
+    assert kept is momentum and torch.equal(momentum, momentum_next)
+
+
+@pytest.mark.parametrize("where", [0, 40_000, 99_999])
+def test_a_value_that_will_not_be_finite_is_foreseen(where: int) -> None:
+    theta, momentum, step = torch.zeros(100_000), torch.zeros(100_000), torch.zeros(100_000)
+    theta[where], step[where] = 3e38, -3e38
+    assert not foresee_update(theta, momentum, step, eta=0.7, mu=0.5).is_finite
+
+
+@pytest.mark.parametrize("has_momentum", [True, False])
+def test_an_update_made_in_the_gradients_own_room_has_the_same_bits(has_momentum: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    gradient, momentum, residual = (torch.randn(70_001, generator=generator) for _ in range(3))
+    kept = momentum if has_momentum else None
+    expected = outer_update(gradient, kept, residual, eta=0.7, mu=0.9)
+    assert outer_update(gradient, kept, residual, eta=0.7, mu=0.9, out=gradient) is gradient
+    assert bits(gradient) == bits(expected)
