@@ -64,9 +64,46 @@ def quality(
     _print(measure_quality(minutes=minutes, num_learners=learners, say=typer.echo), as_json=as_json)
 
 
+@app.command(name="codec")
+def codec_(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 7,
+    hidden_size: Annotated[int, typer.Option(min=32, help="Width of the model whose deltas are encoded.")] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes per parameter and speed of every codec, on real deltas, against a memcpy and hivemind's FLOAT16."""
+    from geo_diloco.cli.bench_codec import measure_codecs
+
+    _print(measure_codecs(num_rounds=rounds, hidden_size=hidden_size, say=typer.echo), as_json=as_json)
+
+
+@app.command()
+def merge(
+    elements: Annotated[int, typer.Option(min=1024, help="Elements of the fragment.")] = 16 << 20,
+    contributions: Annotated[int, typer.Option(min=1, help="Contributions that are merged.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Time of a merge with its outer step against adding the contributions up, and the memory that it takes."""
+    from geo_diloco.cli.bench_merge import measure_merge
+
+    result = measure_merge(num_elements=elements, num_contributions=contributions, num_rounds=rounds, say=typer.echo)
+    _print(result, as_json=as_json)
+
+
 def _print(result: dict[str, Any], *, as_json: bool) -> None:
     for key, value in result.items():
         if not isinstance(value, list):
             typer.echo(f"{key:>28}  {value:.4g}" if isinstance(value, float) else f"{key:>28}  {value}")
+    if result.get("rows") and "codec" in result["rows"][0]:
+        _print_rows(result["rows"])
     if as_json:
         typer.echo(json.dumps(result))
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    """A table, one line a row."""
+    keys = list(rows[0])
+    cells = [keys, *([f"{v:.4g}" if isinstance(v := row[key], float) else str(v) for key in keys] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+    for line in cells:
+        typer.echo("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

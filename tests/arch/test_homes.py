@@ -12,7 +12,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "blake3": ("numerics/", "runtime/"),
     "cryptography": ("runtime/identity.py",),
     "datasets": ("training/data.py",),
-    "hivemind": ("runtime/dht.py",),
+    "hivemind": ("runtime/dht.py", "cli/bench_codec.py"),
     "huggingface_hub": ("training/",),
     "numpy": ("numerics/", "training/"),
     "platformdirs": ("config/peer.py", "cli/demo_files.py"),
