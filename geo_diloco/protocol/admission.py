@@ -38,9 +38,9 @@ def admit(
     if (malformed := _why_malformed(contribution, sender, ledger)) is not None:
         return Admission("refused", malformed)
     claim = contribution.id
-    consumed = ledger.consumed.get((claim.peer, claim.fragment, claim.base))
+    consumed = ledger.is_consumed(claim)
     if consumed is not None:
-        if consumed == claim:
+        if consumed:
             return Admission("known", "merged already")
         return Admission("refused", "consumed: that base was merged for this learner")
     base_version = ledger.bases[claim.fragment].get(claim.base)

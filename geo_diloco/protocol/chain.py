@@ -72,11 +72,14 @@ Outcome: TypeAlias = list["Effect | News"]
 class Chain:
     """Entries, election, ledger and fold of one peer."""
 
-    def __init__(self, election: Election, on_folded: Callable[[Entry], None]) -> None:
-        """`on_folded` is told every entry when the ledger stands exactly there."""
+    def __init__(
+        self, election: Election, on_folded: Callable[[Entry], None], *, remembers: PeerId | None = None
+    ) -> None:
+        """`on_folded` is told every entry when the ledger stands exactly there. `remembers`: the peer for whose work
+        alone the ledger needs a memory, where nobody will ever serve."""
         self.election = election
         self._on_folded = on_folded
-        self.ledger = Ledger()
+        self.ledger = Ledger(only=remembers)
         """Of what is durable."""
         self.fold = Fold()
         self._entries: dict[Digest, Entry] = {}

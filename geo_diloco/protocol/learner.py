@@ -358,7 +358,7 @@ class Learner:
     def _merged_already(self, account: Account, contribution: Contribution) -> bool:
         """A commit that takes it is on our chain already, only not adopted yet: that outranks a refusal."""
         claim = contribution.id
-        return self._ledger.consumed.get((self._peer, account.fragment, claim.base)) == claim
+        return self._ledger.is_consumed(claim) is True
 
     # -- adoption -------------------------------------------------------------------------------------------------
 

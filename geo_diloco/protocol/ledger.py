@@ -56,7 +56,10 @@ class Ledger:
     tokens: list[int] = field(default_factory=list)
     """Per fragment: tokens merged."""
     merged_until: dict[tuple[PeerId, FragmentId], int] = field(default_factory=dict)
-    consumed: dict[tuple[PeerId, FragmentId, Digest], ContributionId] = field(default_factory=dict)
+    consumed: dict[tuple[FragmentId, Digest], dict[PeerId, int]] = field(default_factory=dict)
+    """Per base that may be named: whose work on it was merged, up to which step."""
+    only: PeerId | None = None
+    """Whose merged work is remembered, where nothing will ever be appended; none: everybody's."""
     lengths: dict[FragmentId, deque[float]] = field(default_factory=dict)
     """L2 norms of the deltas merged lately, as merged."""
     num_commits: int = 0
@@ -89,7 +92,7 @@ class Ledger:
             bases=[dict(bases) for bases in self.bases],
             tokens=list(self.tokens),
             merged_until=dict(self.merged_until),
-            consumed=dict(self.consumed),
+            consumed={base: dict(steps) for base, steps in self.consumed.items()},
             lengths={fragment: deque(lengths, maxlen=LENGTHS_KEPT) for fragment, lengths in self.lengths.items()},
             heldout=list(self.heldout),
         )
@@ -171,9 +174,10 @@ class Ledger:
         lengths = self.lengths.setdefault(fragment, deque(maxlen=LENGTHS_KEPT))
         for participant in entry.participants:
             lengths.append(participant.norm)
-            self.consumed[participant.peer, fragment, participant.base] = id_of(participant, fragment)
-            self.merged_until[participant.peer, fragment] = participant.last_step
             self.tokens[fragment] += participant.tokens_unmerged
+            if self.only is None or self.only == participant.peer:
+                steps = self.consumed.setdefault((fragment, participant.base), {})
+                steps[participant.peer] = self.merged_until[participant.peer, fragment] = participant.last_step
         self.progress = entry.progress
 
     def _remember_base(self, fragment: FragmentId, digest: Digest, version: Version) -> None:
@@ -182,9 +186,12 @@ class Ledger:
         if len(bases) > BASES_KEPT:
             forgotten = next(iter(bases))
             del bases[forgotten]
-            stale = [key for key in self.consumed if key[1] == fragment and key[2] == forgotten]
-            for key in stale:
-                del self.consumed[key]
+            self.consumed.pop((fragment, forgotten), None)
+
+    def is_consumed(self, claim: ContributionId) -> bool | None:
+        """Whether that very contribution was merged; none if nothing of its learner on that base was."""
+        step = self.consumed.get((claim.fragment, claim.base), {}).get(claim.peer)
+        return None if step is None else step == claim.last_step
 
     def tokens_total(self, fragment: FragmentId | None = None, more: int = 0) -> int:
         """floor(sum_p N_p * tokens_p / sum_p N_p), with `more` tokens added to one fragment."""

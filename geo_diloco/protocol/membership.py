@@ -3,11 +3,17 @@
 A learner is *live* while it is connected and its inner steps are heard of; nobody waits for one that isn't. Habits are
 moving averages (weight 0.2, as in the paper). Shares: a learner keeps its share over short absences; a share whose
 holder is gone is lent again from the cursor up to which its tokens were merged.
+
+Who is live is kept, not counted anew at every event: a peer is looked at when it does something, and everybody only
+when somebody may have fallen silent by time alone, which is some seconds after the last look at all. `take_changed`
+names those whose place in a round may be another now.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from geo_diloco.manifest import BootId, MonoMs, PeerId, SyncSpec
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
@@ -24,6 +30,7 @@ HOST_CHARACTERS_MAX = 200
 CURSOR_MAX = 2**50
 PASSES_MAX = 2**20
 """Beyond any honest share: what others are told must stay far from the wire's largest integer."""
+FOR_EVER = MonoMs(2**62)
 
 
 def moving_average(old: int | None, new: int) -> int:
@@ -70,9 +77,13 @@ class Member:
             doing=doing,
         )
 
+    @property
+    def heard_until(self) -> MonoMs:
+        """Until then it counts as heard of."""
+        return MonoMs(self.heard_at + max(LIVE_MS, LIVE_STEPS * self.step_time_us // 1000))
+
     def live(self, now: MonoMs) -> bool:
-        patience_ms = max(LIVE_MS, LIVE_STEPS * self.step_time_us // 1000)
-        return self.connected and self.trains and now - self.heard_at <= patience_ms
+        return self.connected and self.trains and now <= self.heard_until
 
 
 @dataclass(slots=True)
@@ -90,6 +101,17 @@ class Membership:
     def __init__(self, sync: SyncSpec, num_shares: int) -> None:
         self._sync = sync
         self._members: dict[PeerId, Member] = {}
+        self._gone: dict[PeerId, Member] = {}
+        """Not connected."""
+        self._away: dict[PeerId, Member] = {}
+        """Of those: who may still come back to its share, in the order in which they went."""
+        self._live: dict[PeerId, int] = {}
+        """Step time that each live learner is counted by."""
+        self._step_times_us: list[int] = []
+        """Of the live learners, sorted; 0 until told."""
+        self._all_heard_until = FOR_EVER
+        """Nobody falls silent before."""
+        self._changed: dict[PeerId, None] = {}
         self._shares = [_Share() for _ in range(num_shares)]
 
     def __getitem__(self, peer: PeerId) -> Member:
@@ -105,7 +127,31 @@ class Membership:
         return [member for member in self.all() if member.connected]
 
     def live(self, now: MonoMs) -> list[Member]:
-        return [member for member in self.all() if member.live(now)]
+        self.look_at_silent(now)
+        return [self._members[peer] for peer in sorted(self._live)]
+
+    def num_live(self, now: MonoMs) -> int:
+        self.look_at_silent(now)
+        return len(self._live)
+
+    def live_peers(self) -> list[PeerId]:
+        """As of the last look, in no order."""
+        return list(self._live)
+
+    def live_member(self, peer: PeerId) -> Member | None:
+        """If it is a live learner, as of the last look."""
+        return self._members[peer] if peer in self._live else None
+
+    def median_us(self, *, told: bool) -> int | None:
+        """Step time of the median live learner (the slower of two): of those who have told theirs, or of all."""
+        first = bisect_right(self._step_times_us, 0) if told else 0
+        num = len(self._step_times_us) - first
+        return self._step_times_us[first + num // 2] if num else None
+
+    def take_changed(self) -> list[PeerId]:
+        """Learners that have become live, or not, or have other habits, since this was asked last."""
+        changed, self._changed = self._changed, {}
+        return list(changed)
 
     def num_known_learners(self) -> int:
         """Those who train, and those who did when they were last heard of; whoever said Goodbye is not one."""
@@ -124,6 +170,10 @@ class Membership:
         known.step, known.tokens = max(known.step, hello.step), max(known.tokens, hello.tokens)
         if known.trains:
             known.allotment = self._allot(known)
+        self._gone.pop(peer, None)
+        self._away.pop(peer, None)
+        self._look_at(known, now)
+        self._changed[peer] = None
         return known
 
     def progress(self, peer: PeerId, progress: Progress, now: MonoMs) -> None:
@@ -136,16 +186,20 @@ class Membership:
         member.step_time_us = min(max(progress.step_time_us, 1), 3_600 * MICRO)
         member.upload_bytes_per_s, member.cursor = progress.upload_bytes_per_s, progress.cursor
         member.loss = progress.loss
+        self._look_at(member, now)
 
     def delivered(self, peer: PeerId, delivery_ms: int) -> None:
         member = self._members.get(peer)
         if member is not None:
             member.delivery_ms = moving_average(member.delivery_ms, delivery_ms)
+            self._changed[peer] = None
 
     def disconnected(self, peer: PeerId, now: MonoMs) -> None:
         member = self._members.get(peer)
         if member is not None and member.connected:
             member.connected, member.gone_at = False, now
+            self._gone[peer] = self._away[peer] = member
+            self._look_at(member, now)
 
     def left(self, peer: PeerId, now: MonoMs) -> None:
         """It said Goodbye: its share is free at once."""
@@ -156,19 +210,50 @@ class Membership:
     def forget_away(self, now: MonoMs) -> list[PeerId]:
         """Shares of those gone for long go back. If too many are gone, those who went first are forgotten as well:
         nobody fills our memory by coming and going. Returns whose unfinished work won't come any more."""
-        gone = [member for member in self._members.values() if not member.connected]
-        long = [each for each in gone if each.gone_at is not None and now - each.gone_at >= AWAY_MS]
-        forgotten = sorted(gone, key=lambda each: (each.heard_at, each.peer))[: max(0, len(gone) - DEPARTED_MAX)]
+        if not self._away and len(self._gone) <= DEPARTED_MAX:
+            return []
+        long = list(takewhile(lambda each: now - (each.gone_at or 0) >= AWAY_MS, self._away.values()))
+        forgotten: list[Member] = []
+        if len(self._gone) > DEPARTED_MAX:
+            by_age = sorted(self._gone.values(), key=lambda each: (each.heard_at, each.peer))
+            forgotten = by_age[: len(by_age) - DEPARTED_MAX]
         for member in [*long, *forgotten]:
             self._give_back(member.peer)
         for member in forgotten:
-            del self._members[member.peer]
+            del self._members[member.peer], self._gone[member.peer]
         return sorted({member.peer for member in [*long, *forgotten]})
 
     def away_until(self) -> MonoMs | None:
         """When the next absence becomes long."""
-        waits = [member.gone_at + AWAY_MS for member in self.all() if member.gone_at is not None and member.allotment]
-        return MonoMs(min(waits)) if waits else None
+        waits = (each.gone_at for each in self._away.values() if each.gone_at is not None and each.allotment)
+        first = next(waits, None)
+        return None if first is None else MonoMs(first + AWAY_MS)
+
+    # -- who is live ----------------------------------------------------------------------------------------------
+
+    def _look_at(self, member: Member, now: MonoMs) -> None:
+        """Count it as it is now."""
+        peer, counted = member.peer, self._live.get(member.peer)
+        step_time_us = member.step_time_us if member.live(now) else None
+        if step_time_us is not None:
+            self._all_heard_until = min(self._all_heard_until, member.heard_until)
+        if step_time_us == counted:
+            return
+        self._changed[peer] = None
+        if counted is not None:
+            del self._step_times_us[bisect_left(self._step_times_us, counted)]
+            del self._live[peer]
+        if step_time_us is not None:
+            insort(self._step_times_us, step_time_us)
+            self._live[peer] = step_time_us
+
+    def look_at_silent(self, now: MonoMs) -> None:
+        """Whoever has fallen silent by now is not live any more."""
+        if now <= self._all_heard_until:
+            return
+        self._all_heard_until = FOR_EVER
+        for peer in list(self._live):
+            self._look_at(self._members[peer], now)
 
     # -- shares ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +281,7 @@ class Membership:
     def _give_back(self, peer: PeerId) -> None:
         member = self._members[peer]
         member.gone_at = None
+        self._away.pop(peer, None)
         if member.allotment is not None:
             self._shares[member.allotment.share].holders.discard(peer)
             member.allotment = None

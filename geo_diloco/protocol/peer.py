@@ -93,7 +93,8 @@ class Peer:
         self.boot = boot
         self.role: Role = role
         seat, facts = seat or Seat(), hello or HelloFacts()
-        self._chain = Chain(election_of(peer, boot, rules, seat, facts.address), self._on_folded)
+        election = election_of(peer, boot, rules, seat, facts.address)
+        self._chain = Chain(election, self._on_folded, remembers=None if seat.may_serve else peer)
         self._learner = Learner(peer, rules, self.ledger) if role == "learner" else None
         self._session = Session(facts, layout_digest, self._chain, self._learner)
         self._serving = Serving(peer, boot, run, rules, self._chain, address=facts.address)

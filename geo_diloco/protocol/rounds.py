@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geo_diloco.manifest import Digest, FragmentId, MonoMs, OuterSpec, PeerId, SyncSpec, Version
-from geo_diloco.protocol.effects import (
-    MergeInput,
-)
+from geo_diloco.protocol.effects import MergeInput
 from geo_diloco.protocol.events import Merged
 from geo_diloco.protocol.holdings import Held
-from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Member
 from geo_diloco.protocol.messages import Commit, EntryHeader, LeftOut, Participant
 from geo_diloco.protocol.plausibility import Counted
 from geo_diloco.protocol.quorum import RoundFacts
+from geo_diloco.protocol.tally import Outlook, Tally
 
 LEFT_OUT_MAX = 128
 """Named in a commit; more are left out of the list as well: everyone keeps the chain."""
@@ -59,78 +57,30 @@ class Round:
     """When the quorum's decision changes by time alone."""
     reason: str = "opened"
 
+    touched: bool = True
+    """Whether anything happened to it since it was looked at last."""
+    tally: Tally = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tally = Tally(self.base)
+
     def is_fresh(self, held: Held) -> bool:
         return held.contribution.id.base == self.base
 
-
-@dataclass(frozen=True, slots=True)
-class Estimates:
-    """Moving averages behind the grace window, in milliseconds; none until measured."""
-
-    quorum_ms: int | None = None
-    sync_ms: int | None = None
-
-
-def round_facts(
-    round_: Round,
-    held: dict[PeerId, Held],
-    live: list[Member],
-    *,
-    now: MonoMs,
-    due_again_ms: int | None,
-    estimates: Estimates,
-    sync: SyncSpec,
-) -> RoundFacts:
-    """Everything `quorum.decide` asks for. Notes in the round when its quorum was reached."""
-    ready = {peer: item for peer, item in held.items() if item.ready}
-    fresh = [peer for peer, item in ready.items() if round_.is_fresh(item)]
-    if len(fresh) < sync.quorum:
-        round_.quorum_at = None
-    elif round_.quorum_at is None:
-        round_.quorum_at = now
-    missing = [member for member in live if _could_deliver(member, round_, held)]
-    due_again_at = None if due_again_ms is None else MonoMs(now + due_again_ms)
-    step_times_us = {member.peer: member.step_time_us for member in live}
-    fresh_step_times_us = [step_times_us.get(peer, 0) for peer in fresh]
-    return RoundFacts(
-        now=now,
-        opened_at=round_.opened_at,
-        quorum_at=round_.quorum_at,
-        fresh=len(fresh),
-        late=len(ready) - len(fresh),
-        live=len(live),
-        missing=len(missing),
-        expected_missing=sum(_expected(member, round_, held, due_again_at, sync) for member in missing),
-        slack_ms=_slack_ms(sorted(step_times_us.values()), estimates, sync),
-        cap_ms=max(fresh_step_times_us, default=0) // 1000,
-        due_again_at=due_again_at,
-    )
-
-
-def _could_deliver(member: Member, round_: Round, held: dict[PeerId, Held]) -> bool:
-    """Not delivered yet, and not kept from sampling by an undecided contribution to an older version."""
-    item = held.get(member.peer)
-    return item is None or (not item.ready and round_.is_fresh(item))
-
-
-def _expected(
-    member: Member, round_: Round, held: dict[PeerId, Held], due_again_at: MonoMs | None, sync: SyncSpec
-) -> bool:
-    """It said that it sampled, or it usually delivers before the window must close."""
-    if member.peer in round_.sampled or member.peer in held:
-        return True
-    if due_again_at is None or member.delivery_ms is None:
-        return member.delivery_ms is None
-    latest_ms = int(sync.grace_gamma * (due_again_at - round_.opened_at))
-    return member.delivery_ms <= latest_ms
-
-
-def _slack_ms(step_times_us: list[int], estimates: Estimates, sync: SyncSpec) -> int | None:
-    """Eq. 3 of arXiv 2604.21428."""
-    if not step_times_us or estimates.quorum_ms is None or estimates.sync_ms is None:
-        return None
-    median_us = step_times_us[len(step_times_us) // 2]
-    return sync.overlap_steps * median_us // 1000 - (estimates.quorum_ms + estimates.sync_ms)
+    def facts(self, now: MonoMs, outlook: Outlook, due_again_ms: int | None, sync: SyncSpec) -> RoundFacts:
+        """Everything `quorum.decide` asks for. Notes when the quorum was reached."""
+        if self.tally.fresh < sync.quorum:
+            self.quorum_at = None
+        elif self.quorum_at is None:
+            self.quorum_at = now
+        return self.tally.facts(
+            now,
+            outlook,
+            opened_at=self.opened_at,
+            quorum_at=self.quorum_at,
+            due_again_at=None if due_again_ms is None else MonoMs(now + due_again_ms),
+            sync=sync,
+        )
 
 
 def close_round(round_: Round, held: dict[PeerId, Held], live: list[Member], *, now: MonoMs, reason: str) -> Closing:
@@ -227,13 +177,3 @@ def commit_of(
         tokens_total=tokens_total,
         progress=progress,
     )
-
-
-def merged_or_merging(ledger: Ledger, peer: PeerId, rounds: dict[FragmentId, Round]) -> tuple[int, ...]:
-    """Per fragment: the last inner step of a peer that is merged or about to be."""
-    until = [ledger.merged_until.get((peer, FragmentId(p)), 0) for p in range(len(ledger.heads))]
-    for fragment, round_ in rounds.items():
-        for item in round_.closing.taken if round_.closing is not None else ():
-            if item.contribution.id.peer == peer:
-                until[fragment] = max(until[fragment], item.contribution.id.last_step)
-    return tuple(until)

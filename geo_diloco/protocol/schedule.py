@@ -7,7 +7,7 @@ t_p = floor(p * H / P).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,12 +66,12 @@ class InnerClock:
     """Micro-steps per millisecond."""
     at: MonoMs = MonoMs(0)
 
-    def advance(self, now: MonoMs, step_times_us: Sequence[int]) -> None:
-        """Move to `now` at the pace so far, then take the pace of the median of `step_times_us` (positive)."""
+    def advance(self, now: MonoMs, step_time_us: int | None) -> None:
+        """Move to `now` at the pace so far, then take that of the median learner: its step time, none without one."""
         if now > self.at:
             self.micro_steps += (now - self.at) * self.pace
             self.at = now
-        self.pace = _median_pace(step_times_us)
+        self.pace = 0 if step_time_us is None else max(1, 1000 * MICRO // step_time_us)
 
     def ms_until(self, micro_steps: int) -> int | None:
         """Milliseconds from `at` until the clock shows `micro_steps`; none if it stands still."""
@@ -80,8 +80,26 @@ class InnerClock:
         return None if self.pace == 0 else -(-(micro_steps - self.micro_steps) // self.pace)
 
 
-def _median_pace(step_times_us: Sequence[int]) -> int:
-    if not step_times_us:
-        return 0
-    slower_median = sorted(step_times_us)[len(step_times_us) // 2]
-    return max(1, 1000 * MICRO // slower_median)
+class Turns:
+    """The fragments without an open round, and when each is due by the inner clock, in micro-steps."""
+
+    def __init__(self, sync: SyncSpec, num_fragments: int) -> None:
+        self._waiting = [(first_due_steps(p, sync) * MICRO, FragmentId(p)) for p in range(num_fragments)]
+        heapq.heapify(self._waiting)
+
+    @property
+    def next_due(self) -> int | None:
+        """None if all fragments have open rounds."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def take(self) -> FragmentId:
+        """The one that is due first."""
+        return heapq.heappop(self._waiting)[1]
+
+    def give(self, fragment: FragmentId, due: int) -> None:
+        """Its round is over."""
+        heapq.heappush(self._waiting, (due, fragment))
+
+    def due(self, fragment: FragmentId) -> int:
+        """Of one that has no open round."""
+        return next(due for due, each in self._waiting if each == fragment)

@@ -22,7 +22,8 @@ from geo_diloco.protocol.election.polls import (
 from geo_diloco.protocol.events import FoundRun, HandoverAsked, Sealed
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import Commit, Durable, Entry
-from geo_diloco.protocol.syncer import Office, Syncer
+from geo_diloco.protocol.office import Office
+from geo_diloco.protocol.syncer import Syncer
 
 Order: TypeAlias = SealFound | SealOpen | SealRoster | ServiceBegan | ServiceEnded | DurableReached
 """What the election tells whoever serves."""

@@ -10,17 +10,12 @@ go on meanwhile; entries are sealed one at a time, because each names the one be
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-from geo_diloco.manifest import WIRE_VERSION, BootId, FragmentId, MonoMs, PeerId, RunId, RunRules, Seq, Term, Version
+from geo_diloco.manifest import WIRE_VERSION, FragmentId, MonoMs, PeerId, RunRules, Seq, Term
 from geo_diloco.protocol.crediting import Crediting
 from geo_diloco.protocol.effects import (
     CloseConnection,
     Effect,
     Evaluate,
-    Merge,
     Note,
     Send,
 )
@@ -36,10 +31,10 @@ from geo_diloco.protocol.events import (
     Received,
     Sealed,
 )
-from geo_diloco.protocol.holdings import Held, Holdings
+from geo_diloco.protocol.holdings import Holdings
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.measuring import Measuring
-from geo_diloco.protocol.membership import Membership, moving_average
+from geo_diloco.protocol.membership import Membership
 from geo_diloco.protocol.messages import (
     Commit,
     Contribution,
@@ -47,7 +42,6 @@ from geo_diloco.protocol.messages import (
     Entry,
     EntryHeader,
     Finished,
-    Found,
     Goodbye,
     Hello,
     Message,
@@ -55,41 +49,15 @@ from geo_diloco.protocol.messages import (
     Progress,
     Record,
     RosterChange,
-    RoundOpen,
     Sampled,
     Welcome,
 )
-from geo_diloco.protocol.quorum import decide
-from geo_diloco.protocol.rounds import (
-    Estimates,
-    Round,
-    close_round,
-    commit_of,
-    merge_inputs,
-    merged_or_merging,
-    participants_of,
-    round_facts,
-)
-from geo_diloco.protocol.schedule import MICRO, InnerClock, first_due_steps
+from geo_diloco.protocol.office import Office
+from geo_diloco.protocol.open_rounds import OpenRounds
+from geo_diloco.protocol.rounds import Round, commit_of, participants_of
 from geo_diloco.protocol.sealing import Make, Sealing, always
 from geo_diloco.protocol.status import LearnerStatus, RoundStatus, Waiting
 from geo_diloco.protocol.winding import StopRule
-
-MERGE_RETRY_MS = 1000
-ROUNDS_REMEMBERED = 12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Office:
-    """Whose term it is."""
-
-    peer: PeerId
-    boot: BootId
-    run: RunId
-    term: Term
-    address: str
-    gate: Callable[[bool], str | None]
-    """Why no entry may be appended now (given True: no roster change); none if one may, and then it will be."""
 
 
 class Syncer:
@@ -100,19 +68,14 @@ class Syncer:
         self._sync = rules.sync
         self._ledger = ledger
         self._membership = Membership(rules.sync, rules.num_shares)
-        self._clock = InnerClock()
-        self._estimates = Estimates()
-        self._rounds: dict[FragmentId, Round] = {}
         self._holdings = Holdings(ledger, rules.sync)
-        self._next_due: list[int] = []
-        self._round_number = 0
-        self._remembered: deque[RoundStatus] = deque(maxlen=ROUNDS_REMEMBERED)
+        self._crediting = Crediting(rules, ledger, self._membership)
+        self._rounds = OpenRounds(rules, ledger, self._membership, self._holdings, self._crediting)
         self._sealing = Sealing(office.run, office.term, ledger)
         self._serving = False
         self._opened_seq = Seq(2**62)
         self._durable: Durable | None = None
         self._lonely_since: MonoMs | None = None
-        self._crediting = Crediting(rules, ledger, self._membership)
         self._draining = False
         self._stop = StopRule(rules)
         self._measuring = Measuring(rules.evaluation)
@@ -147,7 +110,7 @@ class Syncer:
             case Merged():
                 return self._merged(event, now)
             case MergeFailed():
-                return self._merge_failed(event, now)
+                return self._rounds.merge_failed(event, now)
             case Evaluated():
                 return self._evaluated(event)
             case _:
@@ -155,28 +118,11 @@ class Syncer:
 
     def found(self, event: FoundRun, roster: Roster) -> None:
         """Draft the first entry of the run."""
-
-        def make(header: EntryHeader) -> Entry:
-            return Found(
-                header=header,
-                boot=self._office.boot,
-                state_digests=event.state_digests,
-                momentum_digests=event.momentum_digests,
-                layout_digest=event.layout_digest,
-                num_elements=event.num_elements,
-                roster=roster,
-            )
-
-        self._sealing.draft(make, always)
+        self._sealing.draft(self._office.found(event, roster), always)
 
     def open(self, votes: tuple[SignedVote, ...]) -> None:
         """Draft the first entry of the term."""
-        office = self._office
-
-        def make(header: EntryHeader) -> Entry:
-            return Open(header=header, syncer=office.peer, boot=office.boot, address=office.address, votes=votes)
-
-        self._sealing.draft(make, always)
+        self._sealing.draft(self._office.open(votes), always)
 
     def change_roster(self, roster: Roster) -> None:
         """Not sealed at once it is out of date: the election asks again."""
@@ -191,12 +137,10 @@ class Syncer:
         """The term is open and durable, and all that came before is in the outer state: rounds may be opened, unless
         the run is finished. Then this term only tells so, to whoever did not hear of it."""
         self._serving = True
-        self._clock = InnerClock(at=now)
         self._measuring.begin(now)
         self._crediting.begin(away_ms=away_ms)
         self._holdings.begin()
-        fragments = range(len(self._ledger.heads))
-        self._next_due = [first_due_steps(p, self._sync) * MICRO for p in fragments]
+        self._rounds.begin(now)
 
     def end(self, reason: str) -> list[Effect]:
         """The term is over: nobody waits here any more for what was announced, and learners look elsewhere."""
@@ -207,7 +151,7 @@ class Syncer:
         """Too few learners are heard of here, though enough have been and none of those said Goodbye: they may train on
         where somebody else is reached."""
         patience_ms = 2 * round(self._rules.election.lease_seconds * 1000)
-        live = len(self._membership.live(now))
+        live = self._membership.num_live(now)
         if not self._serving or live >= self._sync.quorum or live == self._membership.num_known_learners():
             self._lonely_since = None
             return False
@@ -229,8 +173,7 @@ class Syncer:
 
     def idle(self) -> bool:
         """Nothing is being merged, sealed or wound up."""
-        merging = any(round_.closing is not None for round_ in self._rounds.values())
-        return not merging and self._sealing.idle()
+        return not self._rounds.is_merging() and self._sealing.idle()
 
     def advance(self, now: MonoMs) -> list[Effect]:
         """Look at everything once; called after every event."""
@@ -238,13 +181,15 @@ class Syncer:
         if self._serving and self._ledger.finished is None:
             for peer in self._membership.forget_away(now):
                 effects += self._holdings.left(peer)
-            live = self._membership.live(now)
-            self._clock.advance(now, [member.step_time_us for member in live if member.step_time_us > 0])
-            if any(member.step_time_us > 0 for member in live):
+            self._membership.look_at_silent(now)
+            self._rounds.move_clock(now)
+            if self._membership.median_us(told=True) is not None:
                 self._stop.begin(self._ledger, now)
             self._stop.look(self._ledger, now)
             if not self._draining:
-                effects += self._open_due(now) + self._close_due(now) + self._evaluate(now) + self._wind_up()
+                effects += self._rounds.open_due(now) if self._stop.reason is None else []
+                effects += self._rounds.close_due(now, ending=self._stop.reason)
+                effects += self._evaluate(now) + self._wind_up()
         self.deadline = self._next_deadline(now)
         return effects
 
@@ -256,12 +201,7 @@ class Syncer:
         if not self._serving or self._ledger.finished is not None or self._draining:
             return None
         waits: list[int | None] = [self._measuring.deadline, self._membership.away_until(), self._stop.deadline]
-        for round_ in self._rounds.values():
-            waits += [round_.retry_at, round_.look_at]
-        for fragment, due in enumerate(self._next_due):
-            if fragment not in self._rounds and len(self._rounds) < self._sync.rounds_in_flight_max:
-                wait = self._clock.ms_until(due)
-                waits.append(None if wait is None else now + max(1, wait))
+        waits += self._rounds.waits(now)
         known = [wait for wait in waits if wait is not None and wait > now]
         return MonoMs(min(known)) if known else None
 
@@ -292,13 +232,11 @@ class Syncer:
             case Progress():
                 self._membership.progress(sender, message, now)
             case Sampled():
-                round_ = self._rounds.get(message.fragment)
-                if round_ is not None and round_.number == message.round:
-                    round_.sampled.add(sender)
+                self._rounds.sampled(sender, message)
             case Contribution():
                 if not member.trains:
                     return [self._refuse(sender, "unexpected", "said in Hello that it does not train")]
-                return self._holdings.announced(sender, message, self._being_merged)
+                return self._holdings.announced(sender, message)
             case Goodbye():
                 self._membership.left(sender, now)
                 return self._holdings.left(sender)
@@ -328,8 +266,8 @@ class Syncer:
             return [self._refuse(sender, "layout", detail), CloseConnection(sender, detail)]
         self._crediting.met(sender, now)
         member = self._membership.hello(sender, event.boot, hello, now)
-        effects = self._holdings.drop_forgotten(sender, hello.undecided, self._being_merged)
-        merged_until = merged_or_merging(self._ledger, sender, self._rounds)
+        effects = self._holdings.drop_forgotten(sender, hello.undecided)
+        merged_until = self._holdings.merged_or_merging(sender)
         held = [item.contribution.id.last_step for item in self._holdings.of_peer(sender)]
         welcome = Welcome(
             head_seq=self._ledger.seq,
@@ -342,120 +280,21 @@ class Syncer:
         if self._durable is not None:
             effects.append(self._send(sender, self._durable))
         if member.trains:
-            open_rounds = [self._rounds[p] for p in sorted(self._rounds) if self._rounds[p].closing is None]
-            effects += [self._send(sender, self._round_open(round_)) for round_ in open_rounds]
+            effects += [self._send(sender, self._rounds.question(round_)) for round_ in self._rounds.asking()]
         return effects
 
     # -- contributions --------------------------------------------------------------------------------------------
 
     def _checked(self, event: ContributionChecked, now: MonoMs) -> list[Effect]:
         item, effects = self._holdings.checked(event)
-        round_ = self._rounds.get(event.id.fragment)
-        if item is not None and round_ is not None and round_.is_fresh(item):
-            self._membership.delivered(event.id.peer, now - round_.opened_at)
+        if item is not None:
+            self._rounds.delivered(item, now)
         return effects
-
-    def _being_merged(self, item: Held) -> bool:
-        round_ = self._rounds.get(item.contribution.id.fragment)
-        return round_ is not None and round_.closing is not None and item in round_.closing.taken
 
     # -- rounds ---------------------------------------------------------------------------------------------------
 
-    def _open_due(self, now: MonoMs) -> list[Effect]:
-        if self._stop.reason is not None or not (self._sync.lockstep or self._membership.live(now)):
-            return []
-        due = [
-            (self._next_due[p], FragmentId(p))
-            for p in range(len(self._next_due))
-            if p not in self._rounds and (self._sync.lockstep or self._next_due[p] <= self._clock.micro_steps)
-        ]
-        room = self._sync.rounds_in_flight_max - len(self._rounds)
-        if self._sync.lockstep:
-            room = len(due)
-        effects: list[Effect] = []
-        for _, fragment in sorted(due)[: max(0, room)]:
-            effects += self._open_round(fragment, now)
-        return effects
-
-    def _open_round(self, fragment: FragmentId, now: MonoMs) -> list[Effect]:
-        head = self._ledger.heads[fragment]
-        self._round_number += 1
-        due_again = self._clock.micro_steps + self._sync.interval_steps * MICRO
-        self._next_due[fragment] = due_again
-        round_ = Round(self._round_number, fragment, head.version, head.base, now, due_again)
-        self._rounds[fragment] = round_
-        return self._ask(round_)
-
-    def _ask(self, round_: Round) -> list[Effect]:
-        message = self._round_open(round_)
-        return [self._send(member.peer, message) for member in self._membership.connected() if member.trains]
-
-    def _round_open(self, round_: Round) -> RoundOpen:
-        return RoundOpen(
-            round=round_.number,
-            fragment=round_.fragment,
-            attempt=round_.attempt,
-            version=round_.version,
-            base=round_.base,
-            collect_at="",
-        )
-
-    def _close_due(self, now: MonoMs) -> list[Effect]:
-        live = self._membership.live(now)
-        effects: list[Effect] = []
-        for fragment in sorted(self._rounds):
-            round_ = self._rounds[fragment]
-            if round_.closing is not None or (round_.retry_at is not None and now < round_.retry_at):
-                continue
-            held = self._holdings.of_fragment(fragment)
-            facts = round_facts(
-                round_,
-                held,
-                live,
-                now=now,
-                due_again_ms=self._clock.ms_until(round_.due_again),
-                estimates=self._estimates,
-                sync=self._sync,
-            )
-            decision = decide(facts, self._sync)
-            round_.reason, round_.look_at = decision.reason, decision.until
-            close, reason = decision.close, decision.reason
-            if self._stop.reason is not None and facts.fresh >= self._sync.quorum:
-                close, reason = True, f"the run ends: {self._stop.reason}"
-            if close and self._may_commit_more():
-                closing = close_round(round_, held, live, now=now, reason=reason)
-                round_.closing = replace(closing, counted=self._crediting.count(closing.taken, fragment, now))
-                round_.retry_at = round_.look_at = None
-                effects.append(self._merge(round_))
-        return effects
-
-    def _may_commit_more(self) -> bool:
-        """A run that stops after a number of commits stops at exactly that number."""
-        limit = self._rules.stop.commits
-        under_way = sum(round_.closing is not None for round_ in self._rounds.values())
-        return limit == 0 or self._ledger.num_commits + under_way < limit
-
-    def _merge(self, round_: Round) -> Merge:
-        assert round_.closing is not None
-        return Merge(
-            fragment=round_.fragment,
-            round=round_.number,
-            attempt=round_.attempt,
-            version=Version(round_.version + 1),
-            inputs=merge_inputs(round_.closing),
-            eta=self._rules.outer.eta,
-            mu=self._rules.outer.mu,
-        )
-
-    def _merging(self, fragment: FragmentId, number: int, attempt: int) -> Round | None:
-        """The round that this answer is for; none if that attempt was given up."""
-        round_ = self._rounds.get(fragment)
-        if round_ is None or round_.closing is None or (round_.number, round_.attempt) != (number, attempt):
-            return None
-        return round_
-
     def _merged(self, event: Merged, now: MonoMs) -> list[Effect]:
-        round_ = self._merging(event.fragment, event.round, event.attempt)
+        round_ = self._rounds.merging(event)
         if round_ is not None:
             self._draft(self._commit(round_, event, now))
         return []
@@ -471,45 +310,9 @@ class Syncer:
 
         return make
 
-    def _merge_failed(self, event: MergeFailed, now: MonoMs) -> list[Effect]:
-        round_ = self._merging(event.fragment, event.round, event.attempt)
-        if round_ is None:
-            return []
-        round_.closing, round_.attempt = None, round_.attempt + 1
-        effects: list[Effect] = [Note("merge", f"fragment {event.fragment}: {event.reason}", "warning")]
-        held = self._holdings.of_fragment(event.fragment)
-        culprit = None if event.culprit is None else held.get(event.culprit)
-        if culprit is None:
-            round_.retry_at = MonoMs(now + MERGE_RETRY_MS)
-            round_.reason = f"the merge failed and is tried again: {event.reason}"
-        else:
-            effects += self._holdings.refuse(culprit, f"invalid: {event.reason}")
-        return effects + self._ask(round_)
-
     def _committed(self, entry: Commit, now: MonoMs) -> list[Effect]:
-        round_ = self._rounds.pop(entry.fragment)
-        closing = round_.closing
-        assert closing is not None
-        self._estimates = Estimates(
-            moving_average(self._estimates.quorum_ms, closing.quorum_wait_ms),
-            moving_average(self._estimates.sync_ms, now - closing.at),
-        )
-        self._remembered.append(
-            RoundStatus(
-                round=round_.number,
-                fragment=entry.fragment,
-                version=entry.version,
-                seq=entry.header.seq,
-                participants=len(entry.participants),
-                live=closing.live,
-                quorum_wait_ms=closing.quorum_wait_ms,
-                grace_ms=closing.grace_ms,
-                reason=closing.reason,
-            )
-        )
         effects: list[Effect] = []
-        self._crediting.merged(entry.fragment, closing.taken, closing.counted)
-        for item in closing.taken:
+        for item in self._rounds.committed(entry, now).taken:
             self._membership.merged(item.contribution.id.peer, item.contribution.cursor)
             effects += self._holdings.let_go(item)
         return effects + self._holdings.keep_late(entry)
@@ -534,7 +337,7 @@ class Syncer:
         reason = self._stop.reason
         if reason is None or not self.idle() or not self._measuring.up_to_date(self._ledger.num_commits):
             return []
-        self._rounds.clear()
+        self._rounds.give_up()
         tokens_total = self._ledger.tokens_total()
         self._draft(lambda header: Finished(header=header, reason=reason, tokens_total=tokens_total))
         return []
@@ -550,11 +353,11 @@ class Syncer:
             return "away"
         if not member.live(now):
             return "silent"
-        uploading = [item.contribution.id.fragment for item in self._holdings.of_peer(peer) if not item.arrived]
-        return f"training, uploading fragment {uploading[0]}" if uploading else "training"
+        uploading = self._holdings.uploading(peer)
+        return "training" if uploading is None else f"training, uploading fragment {uploading}"
 
     def round_status(self) -> tuple[RoundStatus, ...]:
-        return tuple(self._remembered)
+        return self._rounds.remembered()
 
     def waiting(self, now: MonoMs) -> tuple[Waiting, ...]:
         """Every fragment, while the run goes on: nothing stands still without a reason that can be read."""
@@ -573,18 +376,8 @@ class Syncer:
             return "leaving" if self._draining else "this term is not open yet"
         if self._stop.reason is not None:
             return f"the run ends: {self._stop.reason}"
-        if round_ is not None:
-            return round_.reason
-        if not self._membership.live(now):
-            return "nobody trains: no learner is heard of"
-        wait_ms = self._clock.ms_until(self._next_due[fragment])
-        if wait_ms is None:
-            return "no learner has told its step time yet"
-        if wait_ms == 0 and len(self._rounds) >= self._sync.rounds_in_flight_max:
-            return f"due, but {len(self._rounds)} rounds are open"
-        return f"due in {wait_ms / 1000:.1f} s"
+        return self._rounds.why_waiting(fragment, now)
 
     def check_invariants(self) -> None:
-        for fragment, round_ in self._rounds.items():
-            assert round_.version == self._ledger.heads[fragment].version, (fragment, round_.version)
+        self._rounds.check_invariants()
         self._holdings.check_invariants()

@@ -6,7 +6,7 @@ resumed goes on from the progress its chain records.
 
 from __future__ import annotations
 
-from geo_diloco.manifest import MonoMs, RunRules
+from geo_diloco.manifest import MonoMs, RunRules, Seq
 from geo_diloco.protocol.ledger import Ledger
 
 MINUTE_MS = 60_000
@@ -18,6 +18,8 @@ class StopRule:
     def __init__(self, rules: RunRules) -> None:
         self._stop = rules.stop
         self._began_at: int | None = None
+        self._looked_at: Seq | None = None
+        """Where the chain stood when its commits and tokens were counted last."""
         self.reason: str | None = None
 
     def begin(self, ledger: Ledger, now: MonoMs) -> None:
@@ -36,14 +38,19 @@ class StopRule:
 
     def look(self, ledger: Ledger, now: MonoMs) -> None:
         """Decide, from the chain and the time, whether the run is over."""
-        if self.reason is not None:
-            return
-        if self._stop.commits and ledger.num_commits >= self._stop.commits:
-            self.reason = f"{ledger.num_commits} commits made"
-        elif self._stop.tokens and ledger.tokens_total() >= self._stop.tokens:
-            self.reason = f"token budget of {self._stop.tokens} reached"
-        elif self.deadline is not None and now >= self.deadline:
+        if self.reason is None and ledger.seq != self._looked_at:
+            self._looked_at = ledger.seq
+            self.reason = self._reached(ledger)
+        deadline = self.deadline
+        if deadline is not None and now >= deadline:
             self.reason = f"{self._stop.minutes:g} minutes are over"
+
+    def _reached(self, ledger: Ledger) -> str | None:
+        if self._stop.commits and ledger.num_commits >= self._stop.commits:
+            return f"{ledger.num_commits} commits made"
+        if self._stop.tokens and ledger.tokens_total() >= self._stop.tokens:
+            return f"token budget of {self._stop.tokens} reached"
+        return None
 
     def progress(self, tokens_total: int, num_commits: int, now: MonoMs) -> float:
         """Share of the run done in [0, 1]: the largest share of any limit; 0 without limits."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from geo_diloco.protocol import open_rounds as open_rounds_module
 from geo_diloco.protocol import rounds as rounds_module
-from geo_diloco.protocol import syncer as syncer_module
 from geo_diloco.protocol.accounts import Account
 from geo_diloco.protocol.chain import Chain
 from geo_diloco.protocol.effects import Adopt, Reset, SeekSyncer
@@ -21,7 +21,8 @@ from geo_diloco.protocol.fold import Fold
 from geo_diloco.protocol.holdings import Holdings
 from geo_diloco.protocol.learner import Learner
 from geo_diloco.protocol.ledger import Ledger
-from geo_diloco.protocol.membership import Membership
+from geo_diloco.protocol.membership import Member
+from geo_diloco.protocol.open_rounds import OpenRounds
 from geo_diloco.protocol.peer import Peer
 from geo_diloco.protocol.quorum import Decision, decide
 from geo_diloco.protocol.serving import Serving
@@ -38,7 +39,7 @@ def closes_below_quorum(patch: Patch) -> None:
     def hasty(facts: Any, sync: Any) -> Decision:
         return Decision(True, "why wait") if facts.fresh + facts.late >= 1 else decide(facts, sync)
 
-    patch.setattr(syncer_module, "decide", hasty)
+    patch.setattr(open_rounds_module, "decide", hasty)
 
 
 def counts_late_work_towards_the_quorum(patch: Patch) -> None:
@@ -46,7 +47,7 @@ def counts_late_work_towards_the_quorum(patch: Patch) -> None:
         quorum_at = facts.now if facts.fresh + facts.late >= sync.quorum else None
         return decide(replace(facts, fresh=facts.fresh + facts.late, late=0, quorum_at=quorum_at), sync)
 
-    patch.setattr(syncer_module, "decide", lenient)
+    patch.setattr(open_rounds_module, "decide", lenient)
 
 
 def merges_what_is_not_here_yet(patch: Patch) -> None:
@@ -57,7 +58,7 @@ def merges_what_is_not_here_yet(patch: Patch) -> None:
             item.arrived = item.ready = True
         return honest(round_, held, *args, **kwargs)
 
-    patch.setattr(syncer_module, "close_round", greedy)
+    patch.setattr(open_rounds_module, "close_round", greedy)
 
 
 def keeps_late_work_for_ever(patch: Patch) -> None:
@@ -68,10 +69,12 @@ def merges_again_what_a_commit_took(patch: Patch) -> None:
     honest = Syncer._committed
 
     def forgetful(self: Any, entry: Any, now: Any) -> Any:
-        taken = self._rounds[entry.fragment].closing.taken
+        taken = self._rounds.get(entry.fragment).closing.taken
         effects = honest(self, entry, now)
         for item in taken:
-            self._holdings._held[entry.fragment][item.contribution.id.peer] = item
+            claim = item.contribution.id
+            self._holdings._held[claim.fragment][claim.peer] = item
+            self._holdings._by_blob.setdefault(item.contribution.blob, []).append(item)
         return effects
 
     patch.setattr(Syncer, "_committed", forgetful)
@@ -170,20 +173,14 @@ def never_samples_again_after_a_refusal(patch: Patch) -> None:
 
 
 def does_not_ask_those_who_come_back(patch: Patch) -> None:
-    honest = Syncer._hello
-
-    def hello(self: Any, *args: Any) -> Any:
-        rounds, self._rounds = self._rounds, {}
-        effects = honest(self, *args)
-        self._rounds = rounds
-        return effects
-
-    patch.setattr(Syncer, "_hello", hello)
+    patch.setattr(OpenRounds, "asking", lambda self: [])
 
 
 def waits_for_all_who_were_ever_here(patch: Patch) -> None:
-    patch.setattr(Membership, "live", lambda self, now: [member for member in self.all() if member.trains])
-    patch.setattr(syncer_module, "decide", lambda facts, sync: Decision(facts.missing == 0 and facts.fresh > 0, "all"))
+    patch.setattr(Member, "live", lambda self, now: self.trains)
+    patch.setattr(
+        open_rounds_module, "decide", lambda facts, sync: Decision(facts.missing == 0 and facts.fresh > 0, "all")
+    )
 
 
 # ---- what only more than one syncer shows
@@ -274,7 +271,10 @@ SWARM: list[tuple[Mutation, str]] = [
     (folds_what_is_not_durable, "durable|folded another"),
     (serves_before_its_outer_state_is_there, "nobody can commit|not of one moment|does not fit"),
     (keeps_what_a_lost_term_made, "nobody can commit|not of one moment|does not fit|not live|another Theta"),
-    (takes_what_it_made_for_what_became_durable, "nobody can commit|not of one moment|does not fit|another Theta"),
+    (
+        takes_what_it_made_for_what_became_durable,
+        "nobody can commit|not of one moment|does not fit|another Theta|not live",
+    ),
     (forgets_what_earlier_terms_merged, "were merged|merged .* times|is not in"),
     (counts_a_seal_that_came_too_late, "folded another|ALARM|durable|without a majority"),
     (looks_for_no_other_syncer, "not live|never"),

@@ -1,0 +1,159 @@
+"""Who has delivered to an open round, who still could, and who of those is expected: what the quorum's decision asks.
+
+It stands apart because it is kept event by event. With a thousand learners and eight open rounds nobody may be looked
+at who did nothing: whoever did something, or fell silent, is looked at once (`look`), and is counted by its new
+standing instead of the old one. The facts of a round then cost the same whatever the number of learners.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass, field
+from typing import Literal
+
+from geo_diloco.manifest import Digest, MonoMs, PeerId, SyncSpec
+from geo_diloco.protocol.holdings import Held
+from geo_diloco.protocol.membership import Member
+from geo_diloco.protocol.quorum import RoundFacts
+
+NO_HABIT_MS = -1
+"""Of a learner that has never delivered: it is expected whenever the window ends."""
+
+Kind = Literal["fresh", "late", "coming", "unheard"]
+"""Delivered, by freshness; not delivered, but it sampled or announced; neither, so that its habits must do. A learner
+that its own undecided older work keeps from sampling is none of them: it neither has delivered nor could."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One peer's place in a round."""
+
+    kind: Kind
+    number: int = 0
+    """`fresh`: its step time in microseconds, 0 if it is not live; `unheard`: how long it takes as a rule, in
+    milliseconds."""
+
+
+def standing_of(live: Member | None, item: Held | None, *, base: Digest, sampled: bool) -> Standing | None:
+    """`live`: the member, if it is a live learner; `item`: its undecided contribution for the fragment."""
+    fresh = item is not None and item.contribution.id.base == base
+    if item is not None and item.ready:
+        return Standing("fresh", 0 if live is None else live.step_time_us) if fresh else Standing("late")
+    if live is None or (item is not None and not fresh):
+        return None
+    if item is not None or sampled:
+        return Standing("coming")
+    return Standing("unheard", NO_HABIT_MS if live.delivery_ms is None else live.delivery_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Moving averages behind the grace window, in milliseconds; none until measured."""
+
+    quorum_ms: int | None = None
+    sync_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the decisions on all rounds depend on, besides who has delivered. While it stays the same, only a round
+    that somebody touched or whose time has come need be looked at."""
+
+    live: int
+    median_us: int | None
+    """Step time of the median live learner, those who have not told theirs counting as fastest."""
+    pace: int
+    """Of the inner clock: it moves the time at which a fragment is due again."""
+    estimates: Estimates
+    ending: str | None
+    """Why the run is over."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one round."""
+
+    base: Digest
+    """What a fresh contribution is based on."""
+    _standings: dict[PeerId, Standing] = field(default_factory=dict)
+    _late: int = 0
+    _coming: int = 0
+    _fresh_us: list[int] = field(default_factory=list)
+    """Step times of those who delivered fresh work, sorted."""
+    _habits_ms: list[int] = field(default_factory=list)
+    """Of those not heard of in this round, sorted."""
+
+    @property
+    def fresh(self) -> int:
+        """How many have delivered fresh work."""
+        return len(self._fresh_us)
+
+    def look(self, peer: PeerId, standing: Standing | None) -> bool:
+        """Count that peer by where it stands now. False if nothing changed."""
+        before = self._standings.get(peer)
+        if before == standing:
+            return False
+        if before is not None:
+            self._count(before, -1)
+            del self._standings[peer]
+        if standing is not None:
+            self._count(standing, 1)
+            self._standings[peer] = standing
+        return True
+
+    def _count(self, standing: Standing, one: Literal[1, -1]) -> None:
+        match standing.kind:
+            case "late":
+                self._late += one
+            case "coming":
+                self._coming += one
+            case "fresh":
+                _put(self._fresh_us, standing.number, one)
+            case "unheard":
+                _put(self._habits_ms, standing.number, one)
+
+    def facts(
+        self,
+        now: MonoMs,
+        outlook: Outlook,
+        *,
+        opened_at: MonoMs,
+        quorum_at: MonoMs | None,
+        due_again_at: MonoMs | None,
+        sync: SyncSpec,
+    ) -> RoundFacts:
+        """Everything `quorum.decide` asks for."""
+        return RoundFacts(
+            now=now,
+            opened_at=opened_at,
+            quorum_at=quorum_at,
+            fresh=self.fresh,
+            late=self._late,
+            live=outlook.live,
+            missing=self._coming + len(self._habits_ms),
+            expected_missing=self._coming + self._expected(opened_at, due_again_at, sync),
+            slack_ms=_slack_ms(outlook, sync),
+            cap_ms=self._fresh_us[-1] // 1000 if self._fresh_us else 0,
+            due_again_at=due_again_at,
+        )
+
+    def _expected(self, opened_at: MonoMs, due_again_at: MonoMs | None, sync: SyncSpec) -> int:
+        """Of those not heard of: who usually delivers before the window must close, or has no habits yet."""
+        latest_ms = NO_HABIT_MS if due_again_at is None else int(sync.grace_gamma * (due_again_at - opened_at))
+        return bisect_right(self._habits_ms, latest_ms)
+
+
+def _put(numbers: list[int], number: int, one: Literal[1, -1]) -> None:
+    """Into sorted numbers, or out of them."""
+    if one == 1:
+        insort(numbers, number)
+    else:
+        del numbers[bisect_left(numbers, number)]
+
+
+def _slack_ms(outlook: Outlook, sync: SyncSpec) -> int | None:
+    """Eq. 3 of arXiv 2604.21428."""
+    quorum_ms, sync_ms = outlook.estimates.quorum_ms, outlook.estimates.sync_ms
+    if outlook.median_us is None or quorum_ms is None or sync_ms is None:
+        return None
+    return sync.overlap_steps * outlook.median_us // 1000 - (quorum_ms + sync_ms)

@@ -1,0 +1,143 @@
+"""What a syncer's parts keep event by event, counted anew from everybody each time: slow, and too simple to be wrong.
+
+The reference for `membership`, `tally` and `open_rounds`; it looks at the same members, contributions and rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from geo_diloco.manifest import FragmentId, MonoMs, PeerId, SyncSpec
+from geo_diloco.protocol.holdings import Held
+from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, LIVE_STEPS, Member, Membership
+from geo_diloco.protocol.open_rounds import OpenRounds
+from geo_diloco.protocol.quorum import Decision, RoundFacts, decide
+from geo_diloco.protocol.rounds import Round
+from geo_diloco.protocol.schedule import MICRO
+from geo_diloco.protocol.syncer import Syncer
+from geo_diloco.protocol.tally import Estimates, Tally, standing_of
+
+
+def live(members: list[Member], now: MonoMs) -> list[Member]:
+    def patience_ms(member: Member) -> int:
+        return max(LIVE_MS, LIVE_STEPS * member.step_time_us // 1000)
+
+    return [each for each in members if each.connected and each.trains and now - each.heard_at <= patience_ms(each)]
+
+
+def away_until(members: list[Member]) -> int | None:
+    return min(
+        (each.gone_at + AWAY_MS for each in members if each.gone_at is not None and each.allotment), default=None
+    )
+
+
+def slower_median(numbers: list[int]) -> int | None:
+    return sorted(numbers)[len(numbers) // 2] if numbers else None
+
+
+def pace(live: list[Member]) -> int:
+    median_us = slower_median([each.step_time_us for each in live if each.step_time_us > 0])
+    return 0 if median_us is None else max(1, 1000 * MICRO // median_us)
+
+
+@dataclass
+class Naive:
+    """Beside one syncer: to be asked after every event."""
+
+    syncer: Syncer
+    quorum_at: dict[int, MonoMs | None] = field(default_factory=dict)
+    """By number of round."""
+
+    @property
+    def _sync(self) -> SyncSpec:
+        return self.syncer._rules.sync
+
+    @property
+    def _rounds(self) -> OpenRounds:
+        return self.syncer._rounds
+
+    @property
+    def _membership(self) -> Membership:
+        return self.syncer._membership
+
+    def live(self, now: MonoMs) -> list[Member]:
+        return live(self._membership.all(), now)
+
+    def facts(self, round_: Round, now: MonoMs) -> RoundFacts:
+        held, here = self.syncer._holdings.of_fragment(round_.fragment), self.live(now)
+        ready = {peer: item for peer, item in held.items() if item.ready}
+        fresh = [peer for peer, item in ready.items() if item.contribution.id.base == round_.base]
+        missing = [each for each in here if _could_deliver(each, round_, held)]
+        due_again_ms = self._rounds._clock.ms_until(round_.due_again)
+        due_again_at = None if due_again_ms is None else MonoMs(now + due_again_ms)
+        step_times_us = {each.peer: each.step_time_us for each in here}
+        return RoundFacts(
+            now=now,
+            opened_at=round_.opened_at,
+            quorum_at=self._quorum_at(round_, len(fresh), now),
+            fresh=len(fresh),
+            late=len(ready) - len(fresh),
+            live=len(here),
+            missing=len(missing),
+            expected_missing=sum(_expected(each, round_, held, due_again_at, self._sync) for each in missing),
+            slack_ms=_slack_ms([*step_times_us.values()], self._rounds._estimates, self._sync),
+            cap_ms=max((step_times_us.get(peer, 0) for peer in fresh), default=0) // 1000,
+            due_again_at=due_again_at,
+        )
+
+    def tally(self, round_: Round) -> Tally:
+        """From everybody's standing, one by one."""
+        tally, held = Tally(round_.base), self.syncer._holdings.of_fragment(round_.fragment)
+        members = {each.peer: each for each in self._membership.all()}
+        for peer in sorted(members.keys() | held.keys()):
+            live = self._membership.live_member(peer)
+            tally.look(peer, standing_of(live, held.get(peer), base=round_.base, sampled=peer in round_.sampled))
+        return tally
+
+    def _quorum_at(self, round_: Round, fresh: int, now: MonoMs) -> MonoMs | None:
+        if not self.is_waiting(round_, now):
+            return self.quorum_at.get(round_.number)
+        since = self.quorum_at.get(round_.number) or now
+        self.quorum_at[round_.number] = since if fresh >= self._sync.quorum else None
+        return self.quorum_at[round_.number]
+
+    def is_waiting(self, round_: Round, now: MonoMs) -> bool:
+        """For contributions, or for time to pass; not for its merge."""
+        return round_.closing is None and (round_.retry_at is None or now >= round_.retry_at)
+
+    def decision(self, round_: Round, now: MonoMs) -> Decision:
+        return decide(self.facts(round_, now), self._sync)
+
+    def deadline(self, now: MonoMs) -> int | None:
+        syncer, rounds = self.syncer, self._rounds
+        waits: list[int | None] = [syncer._measuring.deadline, syncer._stop.deadline]
+        waits.append(away_until(self._membership.all()))
+        for round_ in rounds._rounds.values():
+            waits += [round_.retry_at, round_.look_at]
+        for p in range(len(syncer.ledger.heads)):
+            if rounds.get(FragmentId(p)) is None and len(rounds._rounds) < self._sync.rounds_in_flight_max:
+                wait_ms = rounds._clock.ms_until(rounds._turns.due(FragmentId(p)))
+                waits.append(None if wait_ms is None else now + max(1, wait_ms))
+        return min((wait for wait in waits if wait is not None and wait > now), default=None)
+
+
+def _could_deliver(member: Member, round_: Round, held: dict[PeerId, Held]) -> bool:
+    item = held.get(member.peer)
+    return item is None or (not item.ready and item.contribution.id.base == round_.base)
+
+
+def _expected(
+    member: Member, round_: Round, held: dict[PeerId, Held], due_again_at: MonoMs | None, sync: SyncSpec
+) -> bool:
+    if member.peer in round_.sampled or member.peer in held:
+        return True
+    if due_again_at is None or member.delivery_ms is None:
+        return member.delivery_ms is None
+    return member.delivery_ms <= int(sync.grace_gamma * (due_again_at - round_.opened_at))
+
+
+def _slack_ms(step_times_us: list[int], estimates: Estimates, sync: SyncSpec) -> int | None:
+    median_us = slower_median(step_times_us)
+    if median_us is None or estimates.quorum_ms is None or estimates.sync_ms is None:
+        return None
+    return sync.overlap_steps * median_us // 1000 - (estimates.quorum_ms + estimates.sync_ms)
