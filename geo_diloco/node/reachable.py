@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import ConfigError, DirectoryError, RefusedError
-from geo_diloco.manifest import Digest, FragmentId, PeerId, RunId, Seq
+from geo_diloco.manifest import Digest, FragmentId, PeerId, Seq
 from geo_diloco.node.addresses import directory_addresses, http_address, read_ports, write_ports
 from geo_diloco.node.evaluation import Evaluation
 from geo_diloco.node.founding import NodeParts, state_digests
+from geo_diloco.node.inviting import FounderInfo, info_of
 from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.machine import hello_facts
 from geo_diloco.node.rundir import disk_failure
@@ -33,7 +34,6 @@ from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Driver, Worker
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import proof_is_valid
-from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
@@ -44,21 +44,6 @@ AWAY_MS_MAX = 30 * 24 * 3_600_000
 LEAVE_S = 1.5
 OPEN_S = 5.0
 """A founder that is its only elector opens its term sooner, or says why it can't."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FounderInfo:
-    """What a person needs once the run is open."""
-
-    run: RunId
-    name: str
-    peer: PeerId
-    invite: str
-    http: str
-    """`host:port` of the HTTP side."""
-    maddrs: tuple[str, ...]
-    """Of its own DHT side."""
-    run_dir: Path
 
 
 class ReachableNode:
@@ -125,7 +110,7 @@ class ReachableNode:
         keeper = self._keeper = SnapshotKeeper(self.driver, self._worker, p.snapshots, log=p.log)
         self.station.run(keeper.run(), name="snapshots")
         await self._wait_open()
-        return self._info()
+        return info_of(p, config, maddrs=self._directory.visible_maddrs, http=self._address)
 
     async def _listen(self, port: int) -> int:
         """At the port asked for; one of an earlier process may be taken by now, then any."""
@@ -247,23 +232,6 @@ class ReachableNode:
                 if isinstance(entry, Commit):
                     used.update(each.contribution.digest for each in entry.participants)
         return used
-
-    def _info(self) -> FounderInfo:
-        assert self._directory is not None
-        p = self._p
-        maddrs = tuple(self._directory.visible_maddrs)
-        bootstraps = tuple(dict.fromkeys((*self._config.bootstraps, *maddrs)))
-        invite = Invite(run=p.run, bootstraps=bootstraps, token=p.token, name=p.manifest.name).to_string()
-        atomic_write(p.run_dir.invite, (invite + "\n").encode(), mode=0o600 if p.token else 0o644)
-        return FounderInfo(
-            run=p.run,
-            name=p.manifest.name,
-            peer=p.identity.peer_id,
-            invite=invite,
-            http=self._address,
-            maddrs=maddrs,
-            run_dir=p.run_dir.root,
-        )
 
     def _sealed(self, entry: object) -> None:
         if isinstance(entry, Record):

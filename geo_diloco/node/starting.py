@@ -1,14 +1,10 @@
-"""The composition root: builds adapters and core, supervises them, shuts them down in order.
+"""Starting a peer and staying with it: `found` and `join` for scripts, `run_founder` and its like for the command line.
 
-`found` and `join` are for scripts, `run_founder` and `run_follower` for the command line. A founder and a peer each
-own one node thread; everything in it is wired here and nowhere else. This is the only layer that knows both the
-runtime and the training side.
+A founder and a peer each own one node thread; everything in it is wired in this package and nowhere else.
 """
 
 from __future__ import annotations
 
-import atexit
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,37 +15,16 @@ import torch
 from geo_diloco.config import PeerConfig, peer_config_from
 from geo_diloco.errors import UserError
 from geo_diloco.manifest import RunManifest
-from geo_diloco.node.asking import fetch_status
-from geo_diloco.node.founder import Founder, FounderInfo, Reachable
-from geo_diloco.node.handing_over import hand_over
-from geo_diloco.node.offline import export, replay
+from geo_diloco.node.founder import Founder, Reachable
+from geo_diloco.node.inviting import FounderInfo
 from geo_diloco.node.peer import Peer
 from geo_diloco.node.signals import StopSignals
 from geo_diloco.node.standby import Standby
 from geo_diloco.runtime.invite import Invite
 
-__all__ = [
-    "Founder",
-    "FounderInfo",
-    "Peer",
-    "export",
-    "fetch_status",
-    "found",
-    "hand_over",
-    "join",
-    "replay",
-    "run_follower",
-    "run_founder",
-    "run_standby",
-]
-
 LINGER_S = 60.0
 """How long a syncer whose run is finished stays after its last peer has left, and a standby after the end."""
 LOOK_S = 0.1
-
-# The interpreter's last garbage collections walk over everything torch and transformers ever made: seconds on a busy
-# machine, for a process that has left the run already. Frozen objects are passed over.
-atexit.register(gc.freeze)
 
 
 def found(manifest: RunManifest | Path | str, config: PeerConfig | None = None, **settings: Any) -> Founder:

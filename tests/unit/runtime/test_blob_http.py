@@ -119,7 +119,7 @@ def test_a_snapshot_is_fetched_when_there_is_one(tmp_path: Path) -> None:
 
 def test_status_is_json(tmp_path: Path) -> None:
     async def talk(it: Served) -> None:
-        assert await fetch_status(it.session, it.url) == {"name": "run"}
+        assert await fetch_status(it.session, it.url) == {"name": "run", "role": "syncer"}
 
     with_server(tmp_path, talk)
 
