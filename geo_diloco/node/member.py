@@ -25,7 +25,7 @@ from geo_diloco.node.rundir import disk_failure
 from geo_diloco.node.station import Station, StationParts
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest
 from geo_diloco.protocol.effects import PersistAccounts, ReadyToLeave, RefusedForGood, RunFinished
-from geo_diloco.protocol.events import Resumed
+from geo_diloco.protocol.events import Resumed, SnapshotLoaded
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Worker
@@ -74,7 +74,9 @@ class Member:
         self._sweep(chain, accounts)
         outer = OuterState(layout, with_momentum=not trains, with_residual=False)
         if saved is not None and accounts is not None:
-            position = self._resume_position(outer, saved, accounts)
+            at = accounts.resume_at
+            await check_same_layout(lobby, lobby.url, at.layout_digest, at.num_elements, layout)
+            position = self._resume_position(outer, saved, at)
         else:
             position = await catch_up(lobby, outer, self._store, self._worker, whole_chain=False)
         self._outer = position.outer
@@ -88,10 +90,8 @@ class Member:
     def _sweep(self, chain: ChainCopy, accounts: PersistAccounts | None) -> None:
         self._store.sweep(blobs_to_keep(set(chain.updates) | joined_blobs(self.lobby.run_dir), accounts))
 
-    def _resume_position(self, outer: OuterState, saved: LearnerCheckpoint, accounts: PersistAccounts) -> Position:
+    def _resume_position(self, outer: OuterState, saved: LearnerCheckpoint, at: SnapshotLoaded) -> Position:
         """Theta at our own anchors; the core asks for what came after."""
-        at = accounts.resume_at
-        check_same_layout(at.layout_digest, at.num_elements, outer.layout)
         try:
             for p, head in enumerate(at.heads):
                 outer.load_fragment(

@@ -63,6 +63,7 @@ class ReachableNode:
         self._config = config
         self.run = parts.run
         self.manifest = parts.manifest.canonical_bytes()
+        self.layout = parts.layout.to_json().encode()
         self.finished = asyncio.Event()
         self.failure: BaseException | None = None
         self._ready_to_leave = asyncio.Event()
