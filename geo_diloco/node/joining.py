@@ -74,8 +74,9 @@ class Lobby:
     """Where the syncer was found last."""
 
     async def close(self) -> None:
-        await self.session.close()
-        await self.directory.close()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.session.close())
+            group.create_task(self.directory.close())
 
 
 async def enter(invite: Invite, run_dir: RunDir, identity: Identity, config: PeerConfig, log: EventLog) -> Lobby:

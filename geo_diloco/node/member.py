@@ -186,30 +186,36 @@ class Member:
     # ---- end
 
     async def leave(self, *, last_save: int | None) -> None:
-        """Hand in what is on its way (bounded), have the last checkpoint on disk, say Goodbye, close everything."""
-        lobby, station = self.lobby, self._station
+        """Hand in what is on its way, have the last checkpoint on disk, say Goodbye, close everything. Each is bounded,
+        and what need not wait for another does not: a busy machine takes its time over every one of them."""
+        station = self._station
         if station is not None and self.failure is None:
             station.request_stop("leaving")
-            if last_save is not None:
-                await self._wait_saved(last_save)
-            try:
-                async with asyncio.timeout(LEAVE_S):
-                    await self.ready_to_leave.wait()
-            except TimeoutError:
-                lobby.log.note("leave", "not everything was handed in", level="warning")
+            await asyncio.gather(self._wait_saved(last_save), self._wait_handed_in())
             await station.wait_links_closed(LEAVE_S)
         try:
-            if station is not None:
-                await station.close(LEAVE_S)
-                self._write_summary()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._go_off_air())
+                group.create_task(self.lobby.close())
         finally:
-            await lobby.close()
             self._worker.close()
             if self._chain is not None:
                 await asyncio.to_thread(self._chain.close)
 
-    async def _wait_saved(self, last_save: int) -> None:
-        if self.learning is None:
+    async def _wait_handed_in(self) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.ready_to_leave.wait()
+        except TimeoutError:
+            self.lobby.log.note("leave", "not everything was handed in", level="warning")
+
+    async def _go_off_air(self) -> None:
+        if self._station is not None:
+            await self._station.close(LEAVE_S)
+            self._write_summary()
+
+    async def _wait_saved(self, last_save: int | None) -> None:
+        if self.learning is None or last_save is None:
             return
         log = self.lobby.log
         try:

@@ -342,29 +342,35 @@ class ReachableNode:
         self._ready_to_leave.set()
 
     async def leave(self, reason: str) -> None:
-        """Commit what is being merged and hand over (bounded), close links and directory, keep a last snapshot."""
+        """Commit what is being merged and hand over (bounded); then, at once, close links and directory and keep a last
+        snapshot."""
         station = self._station
-        if station is not None and station.driver.failure is None:
+        is_sound = station is not None and station.driver.failure is None
+        if station is not None and is_sound:
             station.request_stop(reason)
             try:
                 async with asyncio.timeout(LEAVE_S):
                     await self._ready_to_leave.wait()
             except TimeoutError:
                 self._p.log.note("leave", "a merge was not finished in time", level="warning")
-            if self._keeper is not None:
-                await self._keeper.save_last()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._server.stop())
+            group.create_task(self._go_off_air())
             if self._directory is not None:
                 group.create_task(self._directory.close())
+            if self._keeper is not None and is_sound:
+                group.create_task(self._keeper.save_last())
         if station is not None:
-            await station.close(LEAVE_S)
             await self._write_summary()
-        await self._session.close()
         self._worker.close()
-        if self._evaluation is not None:
-            self._evaluation.close()
         await asyncio.to_thread(self._p.chain.close)
+
+    async def _go_off_air(self) -> None:
+        await self._server.stop()
+        if self._station is not None:
+            await self._station.close(LEAVE_S)
+        if self._evaluation is not None:  # not before the driver, which would take what it left off for a measurement
+            self._evaluation.close()
+        await self._session.close()
 
     async def _write_summary(self) -> None:
         """This peer's last word: where it stands, and the digests of the Theta it holds."""
