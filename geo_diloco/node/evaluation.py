@@ -58,6 +58,8 @@ class Evaluation:
             return None
 
     def close(self) -> None:
+        """The process can't end before this thread has, whose priority is low: it leaves off where it is."""
+        self._evaluator.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

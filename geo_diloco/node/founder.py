@@ -13,7 +13,8 @@ from geo_diloco.config import PeerConfig
 from geo_diloco.manifest import RunManifest
 from geo_diloco.node.addresses import as_before
 from geo_diloco.node.founding import NodeParts, discard_if_never_founded, prepare_founder
-from geo_diloco.node.reachable import FounderInfo, ReachableNode
+from geo_diloco.node.inviting import FounderInfo
+from geo_diloco.node.reachable import ReachableNode
 from geo_diloco.node.rundir import disk_failures
 from geo_diloco.node.thread import NodeThread
 from geo_diloco.runtime.dht import load_library

@@ -15,18 +15,17 @@ from pathlib import Path
 
 from torch import nn
 
-from geo_diloco.config import PeerConfig, load_manifest, manifest_from_bytes
+from geo_diloco.config import PeerConfig, load_manifest
 from geo_diloco.errors import (
     BlobError,
     ConfigError,
     DigestMismatch,
     FrameError,
     LayoutError,
-    ManifestError,
     RunDirError,
 )
 from geo_diloco.manifest import BranchId, Digest, FragmentId, RunId, RunManifest, Version
-from geo_diloco.node.rundir import RunDir, default_root, disk_failures, hold, joined_snapshot
+from geo_diloco.node.rundir import RunDir, default_root, disk_failures, hold, joined_snapshot, read_manifest
 from geo_diloco.numerics.fragments import Layout, fragment_digest, gather, layout_from_module, named_trainable
 from geo_diloco.observability import EventLog, stderr_log
 from geo_diloco.protocol.election.ballots import Opened
@@ -284,16 +283,6 @@ def _parts(run_dir: RunDir, manifest: RunManifest, model: nn.Module, config: Pee
         snapshots=SnapshotShelf(run_dir.state, run=run, outer=outer, store=store, identity=identity),
         log=EventLog(run_dir.log, level=config.log_level) if quiet else stderr_log(run_dir.log, level=config.log_level),
     )
-
-
-def read_manifest(run_dir: RunDir) -> RunManifest:
-    """The manifest of a run directory. Raises RunDirError if there is none."""
-    try:
-        return manifest_from_bytes(run_dir.manifest.read_bytes())
-    except OSError as exc:
-        raise RunDirError(f"{run_dir.root} is not a run directory: no manifest.json") from exc
-    except ManifestError as exc:
-        raise RunDirError(f"{run_dir.manifest}: {exc}") from exc
 
 
 def _start_from_theta_0(parts: NodeParts) -> None:

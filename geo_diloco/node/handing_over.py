@@ -11,8 +11,7 @@ from typing import Any
 from geo_diloco.errors import ConfigError, RunDirError, TransferError
 from geo_diloco.manifest import PeerId, RunId
 from geo_diloco.node.addresses import read_ports
-from geo_diloco.node.founding import read_manifest
-from geo_diloco.node.rundir import RunDir
+from geo_diloco.node.rundir import RunDir, read_manifest
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, fetch_status, give_order, make_session
 from geo_diloco.runtime.wire import Order, seal_order

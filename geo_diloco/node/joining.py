@@ -44,6 +44,7 @@ from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.session import (
     ByteCounters,
     Session,
+    fetch_layout,
     fetch_manifest,
     fetch_proof,
     fetch_snapshot,
@@ -73,8 +74,9 @@ class Lobby:
     """Where the syncer was found last."""
 
     async def close(self) -> None:
-        await self.session.close()
-        await self.directory.close()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.session.close())
+            group.create_task(self.directory.close())
 
 
 async def enter(invite: Invite, run_dir: RunDir, identity: Identity, config: PeerConfig, log: EventLog) -> Lobby:
@@ -195,7 +197,7 @@ async def _catch_up_from(
     lines = await fetch_proof(session, url, entries_max=PROOF_ENTRIES_MAX, counters=counters)
     authority = read_proof(lines, run=lobby.invite.run, founder=lobby.manifest.founder)
     found = authority.found
-    check_same_layout(found.layout_digest, found.num_elements, outer.layout)
+    await check_same_layout(lobby, url, found.layout_digest, found.num_elements, outer.layout)
     serving = url_from_address(authority.opened[authority.term].address) if authority.opened else url
     if serving != url and not followed:
         return await _catch_up_from(lobby, serving, outer, store, worker, whole_chain=whole_chain, followed=True)
@@ -213,14 +215,25 @@ async def _catch_up_from(
     return Position(outer, loaded_from(snapshot, whole_chain=whole_chain), (signed.signer, url))
 
 
-def check_same_layout(digest: Digest, num_elements: tuple[int, ...], layout: Layout) -> None:
-    """Raises LayoutError if this peer's model is not cut like the run's."""
-    if digest != layout.digest:
-        raise LayoutError(
-            f"this model is not the run's: {sum(layout.num_elements)} parameters in {layout.num_fragments} fragments "
-            f"here (layout {layout.digest[:12]}), the run has {sum(num_elements)} in {len(num_elements)} "
-            f"({digest[:12]}); same library versions?"
-        )
+async def check_same_layout(
+    lobby: Lobby, url: str, digest: Digest, num_elements: tuple[int, ...], layout: Layout
+) -> None:
+    """Raises LayoutError if this peer's model is not cut like the run's; with the first difference, which the peer at
+    `url` is asked for."""
+    if digest == layout.digest:
+        return
+    here = f"{sum(layout.num_elements)} parameters in {layout.num_fragments} fragments (layout {layout.digest[:12]})"
+    there = f"{sum(num_elements)} in {len(num_elements)} ({digest[:12]})"
+    try:
+        theirs = Layout.from_json(await fetch_layout(lobby.session, url, digest, counters=lobby.counters))
+        difference = f" {layout.first_difference(theirs)};"
+    except (TransferError, RemoteProtocolError, LayoutError) as exc:
+        lobby.log.note("join", f"what differs can't be told: {exc}", level="warning")
+        difference = ""
+    raise LayoutError(
+        f"this model is not the run's (here: this model; there: the run):{difference} {here} here, {there} there; "
+        "same library versions?"
+    )
 
 
 def _check_sizes(snapshot: Snapshot, layout: Layout) -> None:

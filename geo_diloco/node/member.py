@@ -25,7 +25,7 @@ from geo_diloco.node.rundir import disk_failure
 from geo_diloco.node.station import Station, StationParts
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest
 from geo_diloco.protocol.effects import PersistAccounts, ReadyToLeave, RefusedForGood, RunFinished
-from geo_diloco.protocol.events import Resumed
+from geo_diloco.protocol.events import Resumed, SnapshotLoaded
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Worker
@@ -74,7 +74,9 @@ class Member:
         self._sweep(chain, accounts)
         outer = OuterState(layout, with_momentum=not trains, with_residual=False)
         if saved is not None and accounts is not None:
-            position = self._resume_position(outer, saved, accounts)
+            at = accounts.resume_at
+            await check_same_layout(lobby, lobby.url, at.layout_digest, at.num_elements, layout)
+            position = self._resume_position(outer, saved, at)
         else:
             position = await catch_up(lobby, outer, self._store, self._worker, whole_chain=False)
         self._outer = position.outer
@@ -88,10 +90,8 @@ class Member:
     def _sweep(self, chain: ChainCopy, accounts: PersistAccounts | None) -> None:
         self._store.sweep(blobs_to_keep(set(chain.updates) | joined_blobs(self.lobby.run_dir), accounts))
 
-    def _resume_position(self, outer: OuterState, saved: LearnerCheckpoint, accounts: PersistAccounts) -> Position:
+    def _resume_position(self, outer: OuterState, saved: LearnerCheckpoint, at: SnapshotLoaded) -> Position:
         """Theta at our own anchors; the core asks for what came after."""
-        at = accounts.resume_at
-        check_same_layout(at.layout_digest, at.num_elements, outer.layout)
         try:
             for p, head in enumerate(at.heads):
                 outer.load_fragment(
@@ -186,30 +186,36 @@ class Member:
     # ---- end
 
     async def leave(self, *, last_save: int | None) -> None:
-        """Hand in what is on its way (bounded), have the last checkpoint on disk, say Goodbye, close everything."""
-        lobby, station = self.lobby, self._station
+        """Hand in what is on its way, have the last checkpoint on disk, say Goodbye, close everything. Each is bounded,
+        and what need not wait for another does not: a busy machine takes its time over every one of them."""
+        station = self._station
         if station is not None and self.failure is None:
             station.request_stop("leaving")
-            if last_save is not None:
-                await self._wait_saved(last_save)
-            try:
-                async with asyncio.timeout(LEAVE_S):
-                    await self.ready_to_leave.wait()
-            except TimeoutError:
-                lobby.log.note("leave", "not everything was handed in", level="warning")
+            await asyncio.gather(self._wait_saved(last_save), self._wait_handed_in())
             await station.wait_links_closed(LEAVE_S)
         try:
-            if station is not None:
-                await station.close(LEAVE_S)
-                self._write_summary()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._go_off_air())
+                group.create_task(self.lobby.close())
         finally:
-            await lobby.close()
             self._worker.close()
             if self._chain is not None:
                 await asyncio.to_thread(self._chain.close)
 
-    async def _wait_saved(self, last_save: int) -> None:
-        if self.learning is None:
+    async def _wait_handed_in(self) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.ready_to_leave.wait()
+        except TimeoutError:
+            self.lobby.log.note("leave", "not everything was handed in", level="warning")
+
+    async def _go_off_air(self) -> None:
+        if self._station is not None:
+            await self._station.close(LEAVE_S)
+            self._write_summary()
+
+    async def _wait_saved(self, last_save: int | None) -> None:
+        if self.learning is None or last_save is None:
             return
         log = self.lobby.log
         try:

@@ -9,8 +9,8 @@ from torch import nn
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import BlobError, DigestMismatch, FrameError, RemoteProtocolError, RunDirError, TapeError
 from geo_diloco.manifest import FragmentId
-from geo_diloco.node.founding import bring_to_head, read_manifest, take_up
-from geo_diloco.node.rundir import RunDir
+from geo_diloco.node.founding import bring_to_head, take_up
+from geo_diloco.node.rundir import RunDir, read_manifest
 from geo_diloco.numerics.fragments import fragment_digest, gather, layout_from_module, named_trainable
 from geo_diloco.protocol.messages import Commit, Entry, Found
 from geo_diloco.runtime.chain import counting_chain

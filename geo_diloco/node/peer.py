@@ -178,12 +178,7 @@ class Peer:
     def _begin(self, layout: Layout) -> Begun:
         member = self._joined
         with disk_failures(self._run_dir.root):
-            try:
-                begun = self._thread.wait(member.follow(layout, trains=True), check=self._check)
-            except LayoutError:
-                self._layout = self._layout_of(self.build_model())
-                self._checked(layout)
-                raise
+            begun = self._thread.wait(member.follow(layout, trains=True), check=self._check)
         learning = member.learning
         assert learning is not None
         self._thread.wait(learning.started.wait(), check=self._check)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import ConfigError, DirectoryError, RefusedError
-from geo_diloco.manifest import Digest, FragmentId, PeerId, RunId, Seq
+from geo_diloco.manifest import Digest, FragmentId, PeerId, Seq
 from geo_diloco.node.addresses import directory_addresses, http_address, read_ports, write_ports
 from geo_diloco.node.evaluation import Evaluation
 from geo_diloco.node.founding import NodeParts, state_digests
+from geo_diloco.node.inviting import FounderInfo, info_of
 from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.machine import hello_facts
 from geo_diloco.node.rundir import disk_failure
@@ -33,7 +34,6 @@ from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Driver, Worker
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import proof_is_valid
-from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
@@ -44,21 +44,6 @@ AWAY_MS_MAX = 30 * 24 * 3_600_000
 LEAVE_S = 1.5
 OPEN_S = 5.0
 """A founder that is its only elector opens its term sooner, or says why it can't."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FounderInfo:
-    """What a person needs once the run is open."""
-
-    run: RunId
-    name: str
-    peer: PeerId
-    invite: str
-    http: str
-    """`host:port` of the HTTP side."""
-    maddrs: tuple[str, ...]
-    """Of its own DHT side."""
-    run_dir: Path
 
 
 class ReachableNode:
@@ -78,6 +63,7 @@ class ReachableNode:
         self._config = config
         self.run = parts.run
         self.manifest = parts.manifest.canonical_bytes()
+        self.layout = parts.layout.to_json().encode()
         self.finished = asyncio.Event()
         self.failure: BaseException | None = None
         self._ready_to_leave = asyncio.Event()
@@ -125,7 +111,7 @@ class ReachableNode:
         keeper = self._keeper = SnapshotKeeper(self.driver, self._worker, p.snapshots, log=p.log)
         self.station.run(keeper.run(), name="snapshots")
         await self._wait_open()
-        return self._info()
+        return info_of(p, config, maddrs=self._directory.visible_maddrs, http=self._address)
 
     async def _listen(self, port: int) -> int:
         """At the port asked for; one of an earlier process may be taken by now, then any."""
@@ -248,23 +234,6 @@ class ReachableNode:
                     used.update(each.contribution.digest for each in entry.participants)
         return used
 
-    def _info(self) -> FounderInfo:
-        assert self._directory is not None
-        p = self._p
-        maddrs = tuple(self._directory.visible_maddrs)
-        bootstraps = tuple(dict.fromkeys((*self._config.bootstraps, *maddrs)))
-        invite = Invite(run=p.run, bootstraps=bootstraps, token=p.token, name=p.manifest.name).to_string()
-        atomic_write(p.run_dir.invite, (invite + "\n").encode(), mode=0o600 if p.token else 0o644)
-        return FounderInfo(
-            run=p.run,
-            name=p.manifest.name,
-            peer=p.identity.peer_id,
-            invite=invite,
-            http=self._address,
-            maddrs=maddrs,
-            run_dir=p.run_dir.root,
-        )
-
     def _sealed(self, entry: object) -> None:
         if isinstance(entry, Record):
             self._heldout_at[entry.measured_seq] = self._counters.uptime_s
@@ -373,29 +342,35 @@ class ReachableNode:
         self._ready_to_leave.set()
 
     async def leave(self, reason: str) -> None:
-        """Commit what is being merged and hand over (bounded), close links and directory, keep a last snapshot."""
+        """Commit what is being merged and hand over (bounded); then, at once, close links and directory and keep a last
+        snapshot."""
         station = self._station
-        if station is not None and station.driver.failure is None:
+        is_sound = station is not None and station.driver.failure is None
+        if station is not None and is_sound:
             station.request_stop(reason)
             try:
                 async with asyncio.timeout(LEAVE_S):
                     await self._ready_to_leave.wait()
             except TimeoutError:
                 self._p.log.note("leave", "a merge was not finished in time", level="warning")
-            if self._keeper is not None:
-                await self._keeper.save_last()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._server.stop())
+            group.create_task(self._go_off_air())
             if self._directory is not None:
                 group.create_task(self._directory.close())
+            if self._keeper is not None and is_sound:
+                group.create_task(self._keeper.save_last())
         if station is not None:
-            await station.close(LEAVE_S)
             await self._write_summary()
-        await self._session.close()
         self._worker.close()
-        if self._evaluation is not None:
-            self._evaluation.close()
         await asyncio.to_thread(self._p.chain.close)
+
+    async def _go_off_air(self) -> None:
+        await self._server.stop()
+        if self._station is not None:
+            await self._station.close(LEAVE_S)
+        if self._evaluation is not None:  # not before the driver, which would take what it left off for a measurement
+            self._evaluation.close()
+        await self._session.close()
 
     async def _write_summary(self) -> None:
         """This peer's last word: where it stands, and the digests of the Theta it holds."""

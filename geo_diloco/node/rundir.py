@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from geo_diloco.config import state_root
-from geo_diloco.errors import RemoteProtocolError, RunDirError
-from geo_diloco.manifest import RunId, run_id_from_bytes
+from geo_diloco.config import manifest_from_bytes, state_root
+from geo_diloco.errors import ManifestError, RemoteProtocolError, RunDirError
+from geo_diloco.manifest import RunId, RunManifest, run_id_from_bytes
 from geo_diloco.protocol.messages import Snapshot
 from geo_diloco.runtime.wire import Signed, open_snapshot
 
@@ -112,6 +112,16 @@ class RunDir:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def read_manifest(run_dir: RunDir) -> RunManifest:
+    """The manifest of a run directory. Raises RunDirError if there is none."""
+    try:
+        return manifest_from_bytes(run_dir.manifest.read_bytes())
+    except OSError as exc:
+        raise RunDirError(f"{run_dir.root} is not a run directory: no manifest.json") from exc
+    except ManifestError as exc:
+        raise RunDirError(f"{run_dir.manifest}: {exc}") from exc
 
 
 def joined_snapshot(run_dir: RunDir) -> Snapshot | None:

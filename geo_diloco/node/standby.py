@@ -14,8 +14,9 @@ from geo_diloco.config import PeerConfig
 from geo_diloco.node.addresses import as_before
 from geo_diloco.node.founder import Reachable
 from geo_diloco.node.founding import NodeParts, restore_state
+from geo_diloco.node.inviting import FounderInfo
 from geo_diloco.node.joining import Lobby, catch_up, chain_of, enter, joined_blobs
-from geo_diloco.node.reachable import FounderInfo, ReachableNode
+from geo_diloco.node.reachable import ReachableNode
 from geo_diloco.node.rundir import RunDir, disk_failures, hold_slot
 from geo_diloco.node.thread import NodeThread
 from geo_diloco.numerics.fragments import layout_from_module

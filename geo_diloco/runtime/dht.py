@@ -2,8 +2,9 @@
 
 `DHTNode` runs in our own event loop: `hivemind.DHT` would fork a process, block without a time limit and hang for
 ever if that process died. p2pd is started by `p2pd.py` and handed to hivemind by its control socket. hivemind is
-imported on first use, in a thread: it brings torch and takes seconds. What its import changes in the whole process
-(torch's way to share tensors, the name of a log level) is put back, for the training script beside us relies on it.
+imported on first use, in a thread: it brings torch and takes seconds. Of it only what a DHT needs is imported, for its
+averaging, experts and optimizers take as long again. What its import changes in the whole process (torch's way to share
+tensors, the name of a log level) is put back, for the training script beside us relies on it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from geo_diloco.errors import DirectoryError
@@ -246,13 +250,40 @@ def _import_hivemind() -> Path:
     import torch.multiprocessing as sharing
 
     strategy = sharing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    hivemind = importlib.import_module("hivemind")
+    hivemind = package_alone("hivemind")
     importlib.import_module("hivemind.dht")
     sharing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     logging.addLevelName(logging.WARNING, "WARNING")
     if "HIVEMIND_LOGLEVEL" not in os.environ:
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     return Path(str(hivemind.__file__)).parent
+
+
+class _Unread(ModuleType):
+    """A package whose `__init__` is run when somebody asks for a name that it would define.
+
+    As `importlib.util.LazyLoader` has it, which is of no use for a package: it reads it at the first submodule.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        is_being_imported = f"{self.__name__}.{name}" in sys.modules
+        if is_being_imported or (name.startswith("__") and name not in ("__all__", "__version__")):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None and self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def package_alone(name: str) -> ModuleType:
+    """A package without what its `__init__` imports; a script that also uses it finds it whole."""
+    if name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        package = importlib.util.module_from_spec(spec)
+        package.__class__ = _Unread
+        sys.modules[name] = package
+    return sys.modules[name]
 
 
 def _validator(identity: Identity | None) -> Any:

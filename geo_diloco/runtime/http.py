@@ -73,6 +73,10 @@ class ServerPort(Protocol):
     def manifest(self) -> bytes:
         """Canonical bytes."""
 
+    @property
+    def layout(self) -> bytes:
+        """Canonical JSON, which hashes to the digest in the chain's `found`."""
+
     def signed_entries(self, from_seq: int, limit: int) -> list[Signed]: ...
     def proof(self, first: int, limit: int) -> list[Signed]:
         """Of who serves: durable `found`, `roster` and `open` entries, counted from 0."""
@@ -128,6 +132,7 @@ class HttpServer:
         app = web.Application(middlewares=[_refusals])
         for method, path, handler in (
             ("GET", "/v1/run", self._run),
+            ("GET", "/v1/layout", self._layout),
             ("GET", "/v1/chain", self._chain),
             ("GET", "/v1/proof", self._proof),
             ("GET", "/v1/snapshot", self._snapshot),
@@ -178,6 +183,9 @@ class HttpServer:
 
     async def _run(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._port.manifest, "application/json")
+
+    async def _layout(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self._port.layout, "application/json")
 
     async def _chain(self, request: web.Request) -> web.StreamResponse:
         from_seq = _number(request.query.get("from", "0"), "from")

@@ -16,9 +16,10 @@ from typing import Any
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
+from blake3 import blake3
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
-from geo_diloco.manifest import RunId, run_id_from_bytes
+from geo_diloco.manifest import Digest, RunId, run_id_from_bytes
 from geo_diloco.runtime.wire import LINE_BYTES_MAX, Signed
 
 Session = aiohttp.ClientSession
@@ -27,6 +28,7 @@ Response = aiohttp.ClientResponse
 STALL_S = 30.0
 CONNECT_S = 10.0
 MANIFEST_BYTES_MAX = 4 << 20
+LAYOUT_BYTES_MAX = 16 << 20
 CHAIN_BYTES_MAX = 2 * LINE_BYTES_MAX
 """Of one answer to a question for entries."""
 STATUS_BYTES_MAX = 4 << 20
@@ -125,6 +127,14 @@ async def fetch_manifest(session: Session, base_url: str, run: RunId, *, counter
     if run_id_from_bytes(body) != run:
         raise RefusedError(f"{base_url} serves run {run_id_from_bytes(body)[:12]}, wanted {run[:12]}")
     return body
+
+
+async def fetch_layout(session: Session, base_url: str, digest: Digest, *, counters: ByteCounters | None = None) -> str:
+    """The layout's canonical JSON, which hashes to `digest`. RemoteProtocolError if it is another."""
+    body = await _ask(session, f"{base_url}/v1/layout", bytes_max=LAYOUT_BYTES_MAX, counters=counters)
+    if blake3(body).hexdigest() != digest:
+        raise RemoteProtocolError(f"{base_url} shows another layout than the run's")
+    return body.decode("utf-8", "replace")
 
 
 async def fetch_entries(

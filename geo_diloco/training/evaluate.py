@@ -8,7 +8,7 @@ one nothing is measured and the chain carries no records.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,6 +49,11 @@ class Evaluator:
         self._manifest = manifest
         self._data_dir = data_dir
         self._batches: list[Tensor] | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Have the measurement that goes on end at its next batch, with None. From any thread, for good."""
+        self._stopped = True
 
     def measure(self, model: nn.Module) -> float | None:
         """Held-out loss; None if this model has no measure or the loss is not finite. Raises DataError."""
@@ -61,5 +66,11 @@ class Evaluator:
             if self._batches is None:
                 data, number = self._manifest.data, self._manifest.evaluation.sequences
                 self._batches = heldout_batches(data, number, data_dir=self._data_dir)
-            loss = heldout_loss(model, self._batches)
-        return loss if math.isfinite(loss) else None
+            loss = heldout_loss(model, self._until_stopped(self._batches))
+        return loss if math.isfinite(loss) and not self._stopped else None
+
+    def _until_stopped(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        for batch in batches:
+            if self._stopped:
+                return
+            yield batch

@@ -53,6 +53,7 @@ async def main():
     print("found", len(await directory.find(run)), identity.peer_id, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await directory.close()
+    assert "hivemind.averaging" not in sys.modules, "only what a DHT needs is imported"
     print("closed", flush=True)
 
 asyncio.run(main())

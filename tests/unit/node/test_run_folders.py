@@ -15,9 +15,10 @@ from torch import nn
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import ConfigError, InviteError, ModelError, RunDirError, UserError
 from geo_diloco.manifest import ModelSpec, PeerId, RunManifest, SyncSpec
-from geo_diloco.node import _settings, export, found, join
+from geo_diloco.node import export, found, join
 from geo_diloco.node.founding import discard_if_never_founded, prepare_founder
 from geo_diloco.node.rundir import disk_failure, hold_slot
+from geo_diloco.node.starting import _settings
 from geo_diloco.node.thread import NodeThread
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.training.models import model_factory

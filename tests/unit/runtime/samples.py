@@ -171,6 +171,8 @@ class RememberingPort:
 
     run: RunId = RUN
     manifest: bytes = MANIFEST
+    layout: bytes = b"{}"
+    role: str = "syncer"
     entries: list[Signed] = field(default_factory=list)
     newest_snapshot: Signed | None = None
     announced: dict[str, BlobRef] = field(default_factory=dict)
@@ -193,7 +195,7 @@ class RememberingPort:
         return self.newest_snapshot
 
     def status(self) -> dict[str, Any]:
-        return {"name": "run"}
+        return {"name": "run", "role": self.role}
 
     def order(self, order: Order) -> str:
         self.orders.append(order)

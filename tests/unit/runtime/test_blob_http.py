@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from geo_diloco.errors import ConfigError, RefusedError, RemoteProtocolError, TransferError
-from geo_diloco.manifest import RunId
+from geo_diloco.manifest import Digest, RunId
 from geo_diloco.runtime import http
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.pieces import BlobStatus, headers_from_status
-from geo_diloco.runtime.session import fetch_entries, fetch_manifest, fetch_snapshot, fetch_status
+from geo_diloco.runtime.session import (
+    fetch_entries,
+    fetch_layout,
+    fetch_manifest,
+    fetch_snapshot,
+    fetch_status,
+)
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStore, blob_ref, piece_digests
 from geo_diloco.runtime.wire import seal_snapshot
 
@@ -89,6 +96,18 @@ def test_a_run_is_fetched_by_its_hash(tmp_path: Path) -> None:
     with_server(tmp_path, talk)
 
 
+def test_a_layout_is_fetched_by_its_hash(tmp_path: Path) -> None:
+    async def talk(it: Served) -> None:
+        it.port.layout = b'{"tensors":[]}'
+        digest = Digest(blake3(it.port.layout).hexdigest())
+        assert await fetch_layout(it.session, it.url, digest) == '{"tensors":[]}'
+        it.port.layout = b'{"tensors":[1]}'
+        with pytest.raises(RemoteProtocolError, match="another layout"):
+            await fetch_layout(it.session, it.url, digest)
+
+    with_server(tmp_path, talk)
+
+
 def test_entries_are_fetched_as_signed_and_in_bounded_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = chain_of(ME, 6)
 
@@ -119,7 +138,7 @@ def test_a_snapshot_is_fetched_when_there_is_one(tmp_path: Path) -> None:
 
 def test_status_is_json(tmp_path: Path) -> None:
     async def talk(it: Served) -> None:
-        assert await fetch_status(it.session, it.url) == {"name": "run"}
+        assert await fetch_status(it.session, it.url) == {"name": "run", "role": "syncer"}
 
     with_server(tmp_path, talk)
 

@@ -53,7 +53,7 @@ def test_one_address_gets_half_of_the_connections_and_no_more(tmp_path: Path, mo
         async with asyncio.timeout(10):
             while True:
                 try:
-                    assert await fetch_status(it.session, it.url) == {"name": "run"}
+                    assert await fetch_status(it.session, it.url) == {"name": "run", "role": "syncer"}
                     break
                 except TransferError:
                     await asyncio.sleep(0.01)

@@ -153,6 +153,23 @@ def test_the_evaluator_reads_the_manifests_heldout_sequences_once(monkeypatch: p
     assert asked == [7]
 
 
+def test_a_measurement_that_is_stopped_ends_at_its_next_batch_without_a_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluator = Evaluator(RunManifest())
+    seen: list[Tensor] = []
+
+    class Stopping(Fixed):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+            seen.append(input_ids)
+            evaluator.stop()
+            return super().forward(input_ids, labels)
+
+    monkeypatch.setattr("geo_diloco.training.evaluate.heldout_batches", lambda *_, **__: [torch.ones(1, 3)] * 5)
+    assert evaluator.measure(Stopping()) is None
+    assert len(seen) == 1
+
+
 def test_an_untrained_demo_model_knows_nothing_of_bytes() -> None:
     from geo_diloco.training.models import build_model
 
