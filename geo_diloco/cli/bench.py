@@ -53,6 +53,32 @@ def kill(
 
 
 @app.command()
+def failover(
+    kills: Annotated[int, typer.Option(min=0, help="How often the syncer is killed.")] = 20,
+    handovers: Annotated[int, typer.Option(min=0, help="How often it is told to hand over.")] = 5,
+    keep: Annotated[Path | None, typer.Option(help="New folder for the run's files, which are kept then.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """From SIGKILL of the syncer to the next durable commit, and what learners notice. Takes 40 s a kill."""
+    from geo_diloco.cli.bench_failover import measure_failover
+
+    result = measure_failover(num_kills=kills, num_handovers=handovers, keep=keep, say=typer.echo)
+    _print(result, as_json=as_json)
+
+
+@app.command(name="failover-learner", hidden=True)
+def failover_learner(
+    invite: str,
+    run_dir: Annotated[Path, typer.Option()],
+    record: Annotated[Path, typer.Option()],
+) -> None:
+    """A learner of `failover`, in a process of its own."""
+    from geo_diloco.cli.bench_steps import train_measured
+
+    train_measured(invite=invite, run_dir=run_dir, record=record)
+
+
+@app.command()
 def quality(
     minutes: Annotated[float, typer.Option(min=0.2, help="Length of the run.")] = 2.0,
     learners: Annotated[int, typer.Option(min=1, help="Learners.")] = 4,

@@ -238,7 +238,7 @@ class Peer:
 
     def _on_disconnected(self, event: Disconnected, now: MonoMs) -> list[Effect]:
         if self._syncer is not None:
-            return self._syncer.disconnected(event.peer, now)
+            return self._serving.disconnected(self._syncer, event.peer, now)
         if self._session.syncer == event.peer:
             self._session.disconnected()
         return []
@@ -263,7 +263,7 @@ class Peer:
         if event.term > chain.term:
             return [self._refuse(event.sender, "not_serving", f"term {event.term} is known there, {chain.term} here")]
         if self._syncer is not None:
-            return [*self._syncer.received(event, now)]
+            return [*self._serving.received(self._syncer, event, now)]
         return self._session.heard(event)
 
     def _refuse(self, to: PeerId, reason: str, detail: str) -> Send:

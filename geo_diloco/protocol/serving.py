@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from geo_diloco.manifest import BootId, MonoMs, PeerId, RunId, RunRules
 from geo_diloco.protocol.chain import Chain, Outcome
-from geo_diloco.protocol.effects import Announce, Effect, Note, Seal, SeekSyncer
+from geo_diloco.protocol.effects import Announce, Effect, Note, Seal, SeekSyncer, Send
+from geo_diloco.protocol.election.ballots import Refuse
 from geo_diloco.protocol.election.polls import (
     DurableReached,
     SealFound,
@@ -19,9 +20,9 @@ from geo_diloco.protocol.election.polls import (
     ServiceBegan,
     ServiceEnded,
 )
-from geo_diloco.protocol.events import FoundRun, HandoverAsked, Sealed
+from geo_diloco.protocol.events import FoundRun, HandoverAsked, Received, Sealed
 from geo_diloco.protocol.ledger import Ledger
-from geo_diloco.protocol.messages import Commit, Durable, Entry
+from geo_diloco.protocol.messages import Commit, Durable, Entry, Hello
 from geo_diloco.protocol.office import Office
 from geo_diloco.protocol.syncer import Syncer
 
@@ -43,6 +44,8 @@ class Serving:
         self.being_sealed: Entry | None = None
         self._may_begin = False
         """Our term is durable; service begins when the outer state is there."""
+        self._early: dict[PeerId, Received] = {}
+        """Who said Hello before the term is open."""
         self._quiet_since: MonoMs | None = None
         """When a commit was last heard of."""
         self._handover: HandoverAsked | None = None
@@ -110,7 +113,24 @@ class Serving:
             return []
         self.syncer, self._may_begin = None, False
         self._handover, self._is_handing_over = None, False
-        return [*syncer.end(order.reason), SeekSyncer(None, "")]
+        refuse = Refuse(reason="not_serving", detail=order.reason, term=self._chain.term)
+        early = [Send(peer, self._chain.branch, self._chain.term, refuse) for peer in sorted(self._early)]
+        self._early.clear()
+        return [*syncer.end(order.reason), *early, SeekSyncer(None, "")]
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def received(self, syncer: Syncer, event: Received, now: MonoMs) -> list[Effect]:
+        """Hello waits for the term to be open. Whoever says it so early is often one of those whose acks open it: a
+        refusal would send it away, over whose connection they come."""
+        if isinstance(event.message, Hello) and not syncer.serving:
+            self._early[event.sender] = event
+            return []
+        return syncer.received(event, now)
+
+    def disconnected(self, syncer: Syncer, peer: PeerId, now: MonoMs) -> list[Effect]:
+        self._early.pop(peer, None)
+        return syncer.disconnected(peer, now)
 
     # -- entries --------------------------------------------------------------------------------------------------
 
@@ -135,7 +155,7 @@ class Serving:
         if any(isinstance(item, ServiceEnded) for item in outcome) or self.syncer is None:
             return outcome
         syncer = self.syncer
-        self._begin_if_ready(syncer, now)
+        outcome += self._begin_if_ready(syncer, now)
         outcome += syncer.advance(now)
         outcome += self._resign_if_lonely(syncer, now)
         if self.being_sealed is None:
@@ -144,11 +164,15 @@ class Serving:
             outcome += sealing
         return outcome
 
-    def _begin_if_ready(self, syncer: Syncer, now: MonoMs) -> None:
-        if self._may_begin and self._chain.fold.is_level and self._chain.ledger.seq >= syncer.opened_seq:
-            self._may_begin = False
-            quiet_since = now if self._quiet_since is None else self._quiet_since
-            syncer.begin(now, away_ms=now - quiet_since)
+    def _begin_if_ready(self, syncer: Syncer, now: MonoMs) -> list[Effect]:
+        if not (self._may_begin and self._chain.fold.is_level and self._chain.ledger.seq >= syncer.opened_seq):
+            return []
+        self._may_begin = False
+        quiet_since = now if self._quiet_since is None else self._quiet_since
+        syncer.begin(now, away_ms=now - quiet_since)
+        early = [self._early[peer] for peer in sorted(self._early)]
+        self._early.clear()
+        return [effect for hello in early for effect in syncer.received(hello, now)]
 
     # -- handing over ---------------------------------------------------------------------------------------------
 

@@ -51,6 +51,14 @@ class Session:
         """Turn from whoever we took for the syncer to somebody else."""
         return [*self.close(why), SeekSyncer(peer, address)]
 
+    def _turn_away(self, why: str) -> list[Effect]:
+        """As `seek`, from one that answered. An elector lets the connection be: who does not serve may ask for votes,
+        and an elector that only dials out is asked over what it has dialed."""
+        if not self._chain.election.is_elector:
+            return self.seek(why)
+        self.disconnected()
+        return [SeekSyncer(None, "")]
+
     def close(self, why: str) -> list[Effect]:
         peer = self.syncer
         self.disconnected()
@@ -105,7 +113,7 @@ class Session:
         if refuse.reason in REFUSED_FOR_GOOD:
             return [RefusedForGood(f"{refuse.reason}: {refuse.detail}")]
         if refuse.reason == "not_serving":
-            return self.seek(refuse.detail)
+            return self._turn_away(refuse.detail)
         if refuse.reason == "hello":
             self._welcomed = False
             return [Note("refused", f"{refuse.reason}: {refuse.detail}", "warning"), *self.say_hello(now)]

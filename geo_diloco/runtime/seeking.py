@@ -1,8 +1,9 @@
 """Looking for the syncer, for ever: the one control connection that a peer needs whatever its role.
 
 The core says whom to try first, if it knows; else those are asked that the chain names, then those that the directory
-names. Who answers and does not serve is closed by the core, and tried again only after the others. While this peer
-serves itself it looks for nobody. A connection that breaks is dialed again.
+names. Who answers and does not serve is turned away from by the core. Whoever was tried or lost is tried again only
+after the others: one that is cut off takes a dial's whole time limit, and the others tell in an instant who serves.
+While this peer serves itself it looks for nobody.
 """
 
 from __future__ import annotations
@@ -55,9 +56,8 @@ class Seeker:
         self._hint: Place | None = None
         self._news = asyncio.Event()
         self._holding: asyncio.Task[str] | None = None
-        self._held: PeerId | None = None
-        self._did_not_serve: dict[PeerId | None, int] = {}
-        """When (by count) each was last found not to serve."""
+        self._tried: dict[PeerId | None, int] = {}
+        """When (by count) each was last dialed."""
         self._number = 0
         self._is_up = False
         self._at: Place = (None, "")
@@ -90,7 +90,6 @@ class Seeker:
             url = url or self._donors.url_of(effect.peer)
             self._hint = None if url is None else (effect.peer, url)
         if self._holding is not None:
-            self._did_not_serve[self._held] = self._number
             self._holding.cancel()
         self._news.set()
 
@@ -130,7 +129,7 @@ class Seeker:
         for known in (self._donors.roster_addresses, self._look_up):
             found = known()
             addresses = await found if isinstance(found, Awaitable) else found
-            for place in sorted(self._dialable(addresses), key=lambda each: self._did_not_serve.get(each[0], -1)):
+            for place in sorted(self._dialable(addresses), key=lambda each: self._tried.get(each[0], -1)):
                 if place[1] not in tried:
                     tried.add(place[1])
                     yield place
@@ -150,7 +149,8 @@ class Seeker:
         """Whether the connection lasted."""
         peer, url = place
         began = self._driver.now()
-        self._number, self._held = self._number + 1, peer
+        self._number += 1
+        self._tried[peer] = self._number
         self._is_up = False
         holding = self._holding = asyncio.ensure_future(
             self._links.seek(url, peer, up=lambda peer: self._up(peer, url))

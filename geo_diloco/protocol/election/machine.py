@@ -84,6 +84,11 @@ class Election:
         return self._books.forks.roster
 
     @property
+    def is_elector(self) -> bool:
+        """Whether the chain that counts gives this disk a vote."""
+        return self._books.seated()
+
+    @property
     def branch(self) -> BranchId:
         return self._books.forks.branch
 

@@ -51,6 +51,13 @@ def test_refused_by_one_who_does_not_serve_it_closes_and_looks_for_another() -> 
     assert learning.train(20) == [], "there is nobody to tell of it"
 
 
+def test_an_elector_is_refused_and_keeps_the_connection_over_which_it_is_asked_for_its_vote() -> None:
+    standing = Standing(seated_chain())
+    standing.give(Connected(CYD, seeking=True))
+    assert seeks(standing.hear(NOT_SERVING, CYD)) == [SeekSyncer(None, "")]
+    assert seeks(standing.hear(NOT_SERVING, CYD)) == [], "it has turned to somebody else already"
+
+
 def test_that_somebody_else_does_not_serve_changes_nothing() -> None:
     learning, _ = begun()
     assert seeks(learning.hear(NOT_SERVING, BEN)) == []

@@ -16,9 +16,10 @@ from geo_diloco.protocol.effects import (
     PersistVote,
     Seal,
     SeekSyncer,
+    Send,
 )
 from geo_diloco.protocol.election.ballots import Ack, Append, Refuse
-from geo_diloco.protocol.events import Applied, EntryArrived, FoundRun, FragmentReplaced, VotePersisted
+from geo_diloco.protocol.events import Applied, Disconnected, EntryArrived, FoundRun, FragmentReplaced, VotePersisted
 from geo_diloco.protocol.messages import Commit, Contribution, Decision, Durable, Open, RosterChange, RoundOpen, Welcome
 from geo_diloco.sim.fakes import LAYOUT, fake_digest
 from tests.support.chains import ANN, BEN, CYD, FOUNDER, SYNC, ChainBuilder, contribution, seat
@@ -96,11 +97,30 @@ def test_it_serves_nobody_before_its_open_is_durable() -> None:
     standing.ask()
     standing.vote()
     assert not standing.core.serves and standing.core.ledger.seq == 2
-    (refuse,) = said(standing.hear(hello(), ANN), Refuse)
-    assert refuse.reason == "not_serving"
-    standing.ack()
+    assert only(standing.hear(hello(), ANN), Send) == []
+    effects = standing.ack()
     assert standing.core.serves and standing.core.ledger.seq == 3
-    assert said(standing.hear(hello(), ANN), Welcome) != []
+    assert len(said(effects, Welcome, ANN)) == 1, "the Hello of before waited for it"
+    assert said(standing.hear(hello(), CYD), Welcome) != []
+
+
+def test_an_early_hello_of_one_who_is_gone_is_not_answered() -> None:
+    standing = Standing(seated_chain())
+    standing.ask()
+    standing.vote()
+    standing.hear(hello(), ANN)
+    standing.give(Disconnected(ANN, "connection lost"))
+    assert said(standing.ack(), Welcome) == []
+
+
+def test_who_said_hello_to_a_term_that_never_opens_is_sent_away() -> None:
+    standing = Standing(seated_chain())
+    standing.ask()
+    standing.vote()
+    standing.hear(hello(), ANN)
+    effects = standing.pass_time(3 * LEASE_MS)
+    assert not standing.core.serves and standing.core.election.role != "syncer"
+    assert [refuse.reason for refuse in said(effects, Refuse, ANN)] == ["not_serving"]
 
 
 def test_an_ack_of_another_head_makes_nothing_durable() -> None:
@@ -121,7 +141,7 @@ def test_service_begins_only_when_the_outer_state_holds_all_that_came_before() -
     applies = only(standing.elected(), ApplyUpdate)
     assert [(apply.fragment, apply.version) for apply in applies] == [(0, 1), (1, 1)]
     assert standing.core.ledger.seq == 5 and not standing.core.serves
-    assert said(standing.hear(hello(), ANN), Refuse)[0].reason == "not_serving"
+    assert only(standing.hear(hello(), ANN), Send) == []
     for apply in applies:
         assert not standing.core.serves
         standing.give(Applied(apply.fragment, apply.version, apply.state_digest))

@@ -117,7 +117,8 @@ def test_the_chain_is_asked_before_the_directory_and_nobody_twice_in_a_round(mon
     async def talk(it: Peer) -> None:
         it.roster = [(ANN, "a:1"), (ME, "e:1"), (BOB, "b:1"), (BOB, "")]
         it.directory = [(EVE, "c:1"), (ANN, "a:1"), (EVE, "not an address")]
-        await it.wait_dialed("a:1", "b:1", "c:1", "a:1")
+        await it.wait_dialed("c:1")
+        assert it.dialed == ["a:1", "b:1", "c:1"]
 
     with_peer(monkeypatch, talk)
 
@@ -132,6 +133,23 @@ def test_the_one_named_is_tried_at_once_whatever_is_under_way(monkeypatch: pytes
         it.do(BOB, "b:1")
         await it.wait_dialed("b:1")
         assert it.found[-3:] == ["http://a:1", "", "http://b:1"]
+
+    with_peer(monkeypatch, talk)
+
+
+def test_whoever_was_lost_is_tried_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be cut off, and then it takes seconds to find out that it does not answer."""
+
+    async def talk(it: Peer) -> None:
+        it.up("http://a:1")
+        it.do(ANN, "a:1")
+        await it.wait_dialed("a:1")
+        it.roster = [(ANN, "a:1"), (BOB, "b:1"), (EVE, "c:1")]
+        lost = it.answers.pop("http://a:1")
+        assert isinstance(lost, asyncio.Future)
+        lost.set_result("connection lost")
+        await it.wait_dialed("c:1")
+        assert it.dialed == ["a:1", "b:1", "c:1"]
 
     with_peer(monkeypatch, talk)
 
@@ -156,7 +174,7 @@ def test_who_does_not_serve_is_tried_after_the_others(monkeypatch: pytest.Monkey
         it.up("http://a:1")
         await it.wait_dialed("a:1")
         it.do(None)
-        await it.wait_dialed("b:1", "b:1", "a:1")
+        await it.wait_dialed("a:1", "b:1", "a:1")
 
     with_peer(monkeypatch, talk)
 
