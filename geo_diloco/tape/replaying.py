@@ -41,7 +41,7 @@ def replay(path: Path, *, watch: Watch | None = None) -> ReplayResult:
         for record, effects in _replayed(part, path):
             result.num_events += 1
             result.num_effects += len(effects)
-            difference = _difference(record, effects, is_last=record is part.events[-1])
+            difference = _changed(record) or _difference(record, effects, is_last=record is part.events[-1])
             if difference is None and watch is not None:
                 difference = watch(part, record, effects)
             if difference is not None:
@@ -81,6 +81,11 @@ def replay_boot(part: TapeBoot, core: Peer | None = None) -> Iterator[tuple[Tape
 
 def _said(exc: Exception) -> str:
     return f"{type(exc).__name__} {' '.join(str(exc).split())[:200]}".strip()
+
+
+def _changed(record: TapeEvent) -> str | None:
+    after = record.changed_after
+    return None if after is None else f"what stands after line {after} is not as it was written"
 
 
 def _difference(record: TapeEvent, effects: list[Effect], *, is_last: bool) -> str | None:
