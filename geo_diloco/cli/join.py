@@ -8,6 +8,7 @@ import typer
 
 from geo_diloco.cli import options
 from geo_diloco.cli.options import peer_config
+from geo_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from geo_diloco.config import PeerConfig
@@ -44,6 +45,7 @@ def join(
     dht_host: options.DhtHost = None,
     dht_port: options.DhtPort = None,
     bootstraps: options.Bootstraps = None,
+    keep_contributions: options.KeepContributions = None,
     log_level: options.LogLevel = None,
     config: options.ConfigFile = None,
 ) -> None:
@@ -51,6 +53,8 @@ def join(
     from geo_diloco.runtime.invite import Invite
 
     parsed = Invite.parse(invite)
+    if keep_contributions and not (no_train and announce):
+        raise ConfigError("--keep-contributions is for a peer that can be syncer: join with --no-train and --announce")
     settings = peer_config(
         config,
         device=device,
@@ -66,6 +70,7 @@ def join(
         dht_host=dht_host,
         dht_port=dht_port,
         bootstraps=bootstraps,
+        keep_contributions=keep_contributions,
         log_level=log_level,
     )
     options.warn_if_exposed(*parsed.bootstraps)

@@ -38,6 +38,14 @@ Bootstraps = Annotated[
     list[str] | None,
     typer.Option("--bootstrap", help="Multiaddress of a bootstrap; may be given several times."),
 ]
+KeepContributions = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-contributions",
+        help="While syncer, keep what was merged, so that replay can redo the merges. Costs, with each commit, one "
+        "contribution per participant: about half a byte (int4) per parameter of the fragment.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads for torch; 0 leaves it to torch. [default: 0]")]
 DataDir = Annotated[
     Path | None,

@@ -30,10 +30,7 @@ def start(
     dht_port: options.DhtPort = None,
     data_dir: options.DataDir = None,
     threads: options.Threads = None,
-    keep_contributions: Annotated[
-        bool | None,
-        typer.Option("--keep-contributions", help="Keep merged contributions, so that replay can redo the merges."),
-    ] = None,
+    keep_contributions: options.KeepContributions = None,
     log_level: options.LogLevel = None,
     config: options.ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the invite and addresses as one JSON object.")] = False,

@@ -71,7 +71,7 @@ class PeerConfig(BaseModel):
     elector: bool = True
     """Let this disk guard the chain and vote on who serves, if the syncer wants so."""
     keep_contributions: bool = False
-    """On the syncer: keep merged contributions, so that a replay can redo the merges."""
+    """While syncer: keep the contributions of its commits, so that a replay can redo the merges."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("run_dir", "data_dir", mode="after")

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from geo_diloco.config import PeerConfig
-from geo_diloco.errors import BlobError, DigestMismatch, FrameError, RemoteProtocolError, RunDirError, TapeError
 from geo_diloco.manifest import FragmentId
 from geo_diloco.node.founding import bring_to_head, take_up
+from geo_diloco.node.redoing import MergeRedo, Refold, difference_to_chain, read_log
 from geo_diloco.node.rundir import RunDir, read_manifest
-from geo_diloco.numerics.fragments import fragment_digest, gather, layout_from_module, named_trainable
-from geo_diloco.protocol.messages import Commit, Entry, Found
+from geo_diloco.protocol.messages import Entry
 from geo_diloco.runtime.chain import counting_chain
-from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.replacing import apply_of
-from geo_diloco.runtime.snapshots import load_snapshot
-from geo_diloco.runtime.store import BlobStore, ChainStore
-from geo_diloco.runtime.wire import Signed, open_entry, open_snapshot
 from geo_diloco.tape import ReplayResult
 from geo_diloco.tape import replay as replay_tape
 from geo_diloco.training.checkpoint import check_export_folder, export_model
-from geo_diloco.training.models import build_model
 
 
 def export(run_dir: Path, to: Path) -> Path:
@@ -43,45 +34,25 @@ def export(run_dir: Path, to: Path) -> Path:
 
 
 def replay(tape: Path) -> ReplayResult:
-    """Feed a tape to fresh cores; where it lies in a run's folder, also redo the updates held there, digest by digest.
+    """Feed a tape to fresh cores; where it lies in a run's folder, also redo the updates held there, digest by digest,
+    and the merges whose contributions were kept.
 
     Only reads, so the run may be going on. Raises TapeError if the tape can't be read, or if an update can't be redone
     or does not make the state its commit says, RunDirError for a damaged folder.
     """
-    result = replay_tape(tape)
     folder = RunDir(tape.parent)
-    if result.divergence is None and folder.manifest.exists() and folder.chain.exists():
-        result.updates_checked = check_updates(folder)
-    return result
-
-
-def check_updates(folder: RunDir) -> int:
-    """Redo the fold from where this peer began: Theta_0, or the snapshot it joined with. How many updates agreed;
-    those that are not held any more end their fragment's part."""
+    if not (folder.manifest.exists() and folder.chain.exists()):
+        return replay_tape(tape)
     manifest = read_manifest(folder)
-    model = build_model(manifest.model)
-    layout = layout_from_module(model, num_fragments=manifest.sync.num_fragments)
-    entries = read_entries(folder.chain)
-    store = BlobStore(folder.blobs, is_read_only=True)
-    outer = OuterState(layout, with_momentum=folder.key.exists(), with_residual=False)
-    known = _begin(outer, folder, store, model, entries)
-    num_checked = 0
-    for commit in entries:
-        if not isinstance(commit, Commit) or commit.fragment not in known:
-            continue
-        if commit.version <= outer.version(commit.fragment):
-            continue
-        if not store.has(commit.update):
-            known.discard(commit.fragment)
-            continue
-        try:
-            outer.apply(apply_of(commit), store.get(commit.update))
-        except (BlobError, FrameError, DigestMismatch) as exc:
-            where = f"{folder.chain.name}:{commit.header.seq + 1}"
-            said = f"entry {commit.header.seq} (fragment {commit.fragment}, version {commit.version}): {exc}"
-            raise TapeError(f"{where}: {said}") from exc
-        num_checked += 1
-    return num_checked
+    refold = Refold(folder, manifest)
+    redo = MergeRedo(refold, manifest)
+    result = replay_tape(tape, watch=redo.watch if refold.holds_momentum else None)
+    result.merges_redone, result.merges_missing = redo.num_redone, redo.num_missing
+    if result.divergence is None:
+        result.divergence = difference_to_chain(folder, redo.sealed)
+    if result.divergence is None:
+        result.updates_checked = refold.redo_all()
+    return result
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -89,30 +60,4 @@ def read_entries(path: Path) -> list[Entry]:
 
     Raises RunDirError.
     """
-    chain = ChainStore(path, is_read_only=True)
-    try:
-        known = [(signed.digest, open_entry(signed)) for signed in chain.load()]
-        return [entry for _, entry in counting_chain(known)]
-    except RemoteProtocolError as exc:
-        raise RunDirError(f"the chain {path} is damaged: {exc}") from exc
-    finally:
-        chain.close()
-
-
-def _begin(outer: OuterState, folder: RunDir, store: BlobStore, model: nn.Module, entries: list[Entry]) -> set[int]:
-    """Load the first state; the fragments whose first state is known here."""
-    if folder.joined.exists():
-        try:
-            snapshot = open_snapshot(Signed.from_line(folder.joined.read_bytes()))
-            load_snapshot(snapshot, outer, store.get)
-        except (OSError, RemoteProtocolError, BlobError, DigestMismatch) as exc:
-            raise RunDirError(f"{folder.joined}: the snapshot this peer began with is damaged: {exc}") from exc
-        return set(range(outer.layout.num_fragments))
-    tensors = named_trainable(model)
-    found = entries[0] if entries else None
-    known = set()
-    for p in range(outer.layout.num_fragments):
-        outer.start_fragment(FragmentId(p), gather(tensors, outer.layout, p))
-        if isinstance(found, Found) and found.state_digests[p] == fragment_digest(outer.theta(FragmentId(p))):
-            known.add(p)
-    return known
+    return [entry for _, entry in counting_chain(read_log(path))]

@@ -159,6 +159,14 @@ class OuterState:
         self._put(fragment, _Fragment(version, theta_N, momentum_N))
         return theta_N
 
+    def begin_at(self, fragment: FragmentId, other: OuterState) -> None:
+        """Stand where another one stands, as if it had been followed here: what its merges lost stays its own."""
+        held = other._held(fragment)
+        self._put(fragment, _Fragment(held.version, held.theta_N, held.momentum_N))
+        recent = self._held(fragment).recent
+        if recent is not None:
+            recent.extend(held.recent or ())
+
     def _put(self, fragment: FragmentId, held: _Fragment) -> None:
         if self._updates_kept:
             held.recent = deque(maxlen=self._updates_kept)

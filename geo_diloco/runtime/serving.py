@@ -84,6 +84,11 @@ class Serving:
         self._sealed: OrderedDict[Seq, Signed] = OrderedDict()
         self._updates: set[Digest] = set()
         """Made here, on the chain or about to be."""
+        self._merged: set[Digest] = set()
+        """Contributions that are kept: of commits sealed here, and of those on the chain when we started."""
+        if parts.keep_contributions:
+            for _, entry in parts.chain.entries():
+                self._keep_merged(entry)
         self._to_check: deque[CheckContribution] = deque()
         self._is_checking = False
 
@@ -103,6 +108,8 @@ class Serving:
         p = self._p
         signed = seal_entry(effect.entry, p.identity)
         await self._append(signed, effect.entry)
+        if p.keep_contributions:
+            self._keep_merged(effect.entry)
         await p.worker.call(self._advance, effect.entry)
         self._sealed[effect.entry.header.seq] = signed
         if len(self._sealed) > ANNOUNCED_KEPT:
@@ -133,6 +140,10 @@ class Serving:
 
     # ---- contributions
 
+    def _keep_merged(self, entry: Entry) -> None:
+        if isinstance(entry, Commit):
+            self._merged.update(each.contribution.digest for each in entry.participants)
+
     def accepts(self, digest: Digest) -> BlobRef | None:
         """The announced blob of that digest, if its pieces may come."""
         return self._accepted.get(digest)
@@ -149,7 +160,7 @@ class Serving:
 
     def _forget(self, effect: ForgetBlob) -> None:
         self._accepted.pop(effect.blob.digest, None)
-        if self._p.keep_contributions or self._is_ours(effect.blob):
+        if effect.blob.digest in self._merged or self._is_ours(effect.blob):
             return
         try:
             self._p.store.delete(effect.blob)

@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -246,6 +247,16 @@ class SnapshotShelf:
             if f"snapshot-{each.snapshot.seq:012d}.json" in on_disk and each.snapshot.heads[fragment].version <= at_most
         ]
         return fitting[-1] if fitting else None
+
+
+def snapshots_in(folder: Path) -> list[Snapshot]:
+    """Those written down in a peer's folder that can be read, oldest first; whether their blobs are held is another
+    matter."""
+    found: list[Snapshot] = []
+    for path in sorted(path for path in folder.glob("snapshot-*.json") if _NAME.fullmatch(path.name)):
+        with suppress(OSError, RemoteProtocolError):
+            found.append(open_snapshot(Signed.from_line(path.read_bytes())))
+    return found
 
 
 def loaded_from(snapshot: Snapshot, *, whole_chain: bool) -> SnapshotLoaded:

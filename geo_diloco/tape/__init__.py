@@ -6,8 +6,10 @@ core it must ask for the same effects, and `replay` names the first record where
 a death leaves behind and is ignored.
 
 One JSON object a line. `boot` opens the tape of one process start and holds all that builds the core; `event` has the
-time `t` in milliseconds of that process's monotonic clock; `effects` follows an event that asked for something. The
-parser is our own and typed by the dataclasses themselves: the same text gives the same objects, or `TapeError`.
+time `t` in milliseconds of that process's monotonic clock; `effects` follows an event that asked for something, with
+a hash of that and one over every line of the boot so far: a changed event shows even where nothing else was asked for
+because of it. (Events after a boot's last `effects` have no such witness.) The parser is our own and typed by the
+dataclasses themselves: the same text gives the same objects, or `TapeError`.
 Nothing but facts is in it: no tensors, no keys, no tokens.
 """
 

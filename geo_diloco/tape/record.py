@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from geo_diloco.protocol.peer import Peer, Role
 from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.tape.form import build, effects_hash, from_json, plain, to_json
 
-TAPE_VERSION = 2
+TAPE_VERSION = 3
 WAITING_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 8 * 1024 * 1024
 """No honest record is near this: an entry is at most 4 MiB."""
@@ -58,6 +59,8 @@ class TapeEvent:
     at: MonoMs
     event: Event
     effects: str | None = None
+    changed_after: int | None = None
+    """A record after that line, up to this event's, is not as it was written."""
 
 
 @dataclass
@@ -82,6 +85,7 @@ class TapeWriter:
         torn = path.exists() and _ends_torn(path)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._waiting = bytearray()
+        self._inputs = _inputs_hash()
         if torn:
             os.write(self._fd, b"\n")
         self._write({"kind": "boot", **plain(boot)})
@@ -91,7 +95,8 @@ class TapeWriter:
 
     def effects(self, effects: Sequence[Effect]) -> None:
         """To be called after `event` if it caused any."""
-        self._write({"kind": "effects", "n": len(effects), "hash": effects_hash(effects)})
+        record = {"n": len(effects), "hash": effects_hash(effects), "inputs": self._inputs.hexdigest()}
+        self._write({"kind": "effects", **record})
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -102,7 +107,9 @@ class TapeWriter:
     def _write(self, record: dict[str, Any]) -> None:
         if self._fd < 0:
             return
-        self._waiting += json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        self._inputs.update(line)
+        self._waiting += line
         self._flush()
         if len(self._waiting) > WAITING_BYTES_MAX:
             os.close(self._fd)
@@ -114,6 +121,11 @@ class TapeWriter:
                 del self._waiting[: os.write(self._fd, self._waiting)]
         except OSError:
             return  # tried again with the next record
+
+
+def _inputs_hash() -> hashlib.blake2s:
+    """Runs over the lines of one boot. An event that changes nothing asked for would else be nobody's witness."""
+    return hashlib.blake2s(digest_size=8)
 
 
 def _ends_torn(path: Path) -> bool:
@@ -135,6 +147,7 @@ def read_tape(path: Path) -> Iterator[TapeBoot]:
     end of line: a next process has that written before its own first record.
     """
     current: TapeBoot | None = None
+    seen = _Seen(0)
     torn: int | None = None
     is_cut = False
     for line, data in _lines(path):
@@ -151,15 +164,34 @@ def read_tape(path: Path) -> Iterator[TapeBoot]:
         if kind == "boot":
             if current is not None:
                 yield current
-            current = TapeBoot(line, _boot_from_record(record, f"{path.name}:{line}"))
+            current, seen = TapeBoot(line, _boot_from_record(record, f"{path.name}:{line}")), _Seen(line - 1)
         elif current is None:
             raise TapeError(f"{path.name}:{line}: a tape begins with a boot record, this one with {kind!r}")
         else:
             _take(current, kind, record, line=line, where=f"{path.name}:{line}")
+            if kind == "effects":
+                current.events[-1].changed_after = seen.why_changed(record, line)
+        seen.lines.update(data)
     if torn is not None and not is_cut:
         raise TapeError(f"{path.name}:{torn}: not a JSON record")
     if current is not None:
         yield current
+
+
+@dataclass
+class _Seen:
+    """The lines of one boot, as read."""
+
+    verified: int
+    """The last line up to which all is as written."""
+    lines: hashlib.blake2s = field(default_factory=_inputs_hash)
+
+    def why_changed(self, record: dict[str, Any], line: int) -> int | None:
+        """At a record of effects, before it is seen itself: the line after which one was changed, if one was."""
+        if record.get("inputs") != self.lines.hexdigest():
+            return self.verified
+        self.verified = line
+        return None
 
 
 def _take(current: TapeBoot, kind: object, record: dict[str, Any], *, line: int, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,19 @@ class ReplayResult:
     num_events: int = 0
     num_effects: int = 0
     updates_checked: int = 0
-    """Filled in by whoever can redo updates (`node.replay`)."""
+    """Filled in, as what follows, by whoever can redo updates and merges (`node.replay`)."""
+    merges_redone: int = 0
+    """Commits of this peer that were merged again, to the same bits."""
+    merges_missing: int = 0
+    """Commits of this peer that could not be: contributions are not held here."""
     divergence: str | None = None
 
 
-def replay(path: Path) -> ReplayResult:
+Watch = Callable[[TapeBoot, TapeEvent, Sequence[Effect]], str | None]
+"""Is told every record and what it caused, in order; what it finds to differ, if anything, ends the replay."""
+
+
+def replay(path: Path, *, watch: Watch | None = None) -> ReplayResult:
     """Feed a tape to fresh cores, one per boot; stop at the first record whose effects differ. Raises TapeError."""
     result = ReplayResult()
     for part in read_tape(path):
@@ -33,7 +41,9 @@ def replay(path: Path) -> ReplayResult:
         for record, effects in _replayed(part, path):
             result.num_events += 1
             result.num_effects += len(effects)
-            difference = _difference(record, effects, is_last=record is part.events[-1])
+            difference = _changed(record) or _difference(record, effects, is_last=record is part.events[-1])
+            if difference is None and watch is not None:
+                difference = watch(part, record, effects)
             if difference is not None:
                 result.divergence = f"{path.name}:{record.line}: {type(record.event).__name__}: {difference}"
                 return result
@@ -71,6 +81,11 @@ def replay_boot(part: TapeBoot, core: Peer | None = None) -> Iterator[tuple[Tape
 
 def _said(exc: Exception) -> str:
     return f"{type(exc).__name__} {' '.join(str(exc).split())[:200]}".strip()
+
+
+def _changed(record: TapeEvent) -> str | None:
+    after = record.changed_after
+    return None if after is None else f"what stands after line {after} is not as it was written"
 
 
 def _difference(record: TapeEvent, effects: list[Effect], *, is_last: bool) -> str | None:

@@ -41,6 +41,7 @@ COMMANDS: dict[str, list[str]] = {
             "--device",
             "--dtype",
             "--elector",
+            "--keep-contributions",
             "--no-train",
             "--run-dir",
             "--save-every-s",

@@ -44,7 +44,8 @@ class ElectedRun(Run):
         self.standbys: dict[int, subprocess.Popen[bytes]] = {}
 
     def start_standby(self, number: int) -> None:
-        flags = ("--no-train", "--announce", "127.0.0.1", "--port", "0", "--run-dir", str(self.standby_dir(number)))
+        flags = ["--no-train", "--announce", "127.0.0.1", "--port", "0", "--run-dir", str(self.standby_dir(number))]
+        flags += ["--keep-contributions"]
         self.standbys[number] = self._start(f"standby-{number}", "join", self._ready["invite"], *flags)
 
     def standby_dir(self, number: int) -> Path:
@@ -154,8 +155,12 @@ def test_when_the_syncer_is_killed_another_goes_on_and_the_killed_one_comes_back
     opened = [entry for entry in run.entries_of(run.standby_dir(1)) if isinstance(entry, Open)]
     assert len({entry.syncer for entry in opened}) >= 2 and opened[1].header.term > 1
     assert export(run.standby_dir(1), run.root / "model").is_dir(), "a standby's folder is as good as the founder's"
-    for folder in run.folders():
-        assert replay(folder / "tape.jsonl").divergence is None
+    replays = {folder.name: replay(folder / "tape.jsonl") for folder in run.folders()}
+    assert [result.divergence for result in replays.values()] == [None, None, None]
+    successors = [replays["standby-1"], replays["standby-2"]]
+    assert sum(each.merges_redone for each in successors) > 0, "merged on what another syncer left"
+    assert sum(each.merges_missing for each in successors) == 0
+    assert replays["founder"].merges_redone == 0 < replays["founder"].merges_missing, "it kept no contributions"
 
 
 def test_a_syncer_that_is_told_to_leave_hands_over(run: ElectedRun) -> None:

@@ -66,12 +66,12 @@ class Run:
         self.started.append(process)
         return process
 
-    def start_founder(self) -> None:
+    def start_founder(self, *more: str) -> None:
         """Found the run, or resume it at the same port."""
         again = bool(self._ready)
         source = self.root / ("founder" if again else "run.toml")
         port = self._ready["http"].rpartition(":")[2] if again else "0"
-        flags = ["--json", "--port", port]
+        flags = ["--json", "--port", port, *more]
         if not again:
             flags += ["--run-dir", str(self.root / "founder")]
         seen = len(self._founder_lines())

@@ -218,6 +218,36 @@ def test_replay_of_an_honest_tape_finds_no_difference(tmp_path: Path) -> None:
     assert result.num_effects > 0
 
 
+@pytest.mark.parametrize(
+    ("written", "changed"),
+    [('"loss":5.5', '"loss":5.4'), ('"type":"Tick"}\n', '"type":"Tick" }\n'), ('"jitter":0', '"jitter":1')],
+)
+def test_replay_names_a_change_that_nothing_else_depends_on(tmp_path: Path, written: str, changed: str) -> None:
+    path = tmp_path / "tape.jsonl"
+    record(path, [StepDone(1, 8, 1000, 5.5, 8), Tick(), *events()])
+    as_written = path.read_text()
+    assert as_written.count(written) >= 1
+    path.write_text(as_written.replace(written, changed, 1))
+    (part,) = tape.read_tape(path)
+    replayed = [tape.effects_hash(effects) if effects else None for _, effects in tape.replay_boot(part)]
+    assert replayed == [each.effects for each in part.events], "the core asks for the same all the same"
+    divergence = tape.replay(path).divergence
+    assert divergence is not None and "after line 0 is not as it was written" in divergence
+
+
+def test_a_second_start_is_a_witness_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    record(path, events())
+    first = len(path.read_text().splitlines())
+    record(path, events(), boot("1" * 16))
+    assert tape.replay(path).divergence is None
+    lines = path.read_text().splitlines()
+    del lines[first + 1]  # an event of the second start, the snapshot
+    path.write_text("\n".join(lines) + "\n")
+    divergence = tape.replay(path).divergence
+    assert divergence is not None and f"after line {first} is not" in divergence
+
+
 def test_replay_names_the_first_record_that_differs(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     record(path, events())
@@ -239,7 +269,7 @@ def test_the_hash_of_effects_depends_on_order_and_content() -> None:
 def test_a_tape_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     record(path, [Tick()])
-    path.write_text(path.read_text().replace('"version":2', '"version":99', 1))
+    path.write_text(path.read_text().replace(f'"version":{tape.TAPE_VERSION}', '"version":99', 1))
     with pytest.raises(TapeError, match="99"):
         list(tape.read_tape(path))
 

@@ -297,6 +297,16 @@ def test_a_replay_without_divergence_says_what_was_checked(node: FakeNode) -> No
     text = run("replay", "tape.jsonl").stdout
     assert "10 events of 2 starts gave the same 7 effects; 3 updates redone" in text
     assert json.loads(run("replay", "tape.jsonl", "--json").stdout)["updates_checked"] == 3
+    assert "merges" not in text, "a peer that never was syncer has none"
+
+
+def test_a_replay_says_how_many_merges_were_redone_and_how_many_could_not_be(node: FakeNode) -> None:
+    node.replayed = ReplayResult(num_boots=1, merges_redone=5)
+    text = run("replay", "tape.jsonl").stdout
+    assert "5 merges redone" in text and "could not" not in text
+    node.replayed = ReplayResult(num_boots=1, merges_redone=5, merges_missing=2)
+    assert "2 could not be redone" in run("replay", "tape.jsonl").stdout
+    assert json.loads(run("replay", "tape.jsonl", "--json").stdout)["merges_missing"] == 2
 
 
 def test_a_divergence_is_an_error_that_names_the_record(node: FakeNode) -> None:

@@ -20,7 +20,7 @@ from geo_diloco.protocol.effects import AcceptBlob, CheckContribution, ForgetBlo
 from geo_diloco.protocol.election.ballots import Elector, Opened
 from geo_diloco.protocol.events import BlobArrived, ContributionChecked, Event, Merged, MergeFailed, Sealed
 from geo_diloco.protocol.ledger import Ledger
-from geo_diloco.protocol.messages import BlobRef, ContributionId, EntryHeader, Found
+from geo_diloco.protocol.messages import BlobRef, Commit, ContributionId, EntryHeader, Found, Participant
 from geo_diloco.runtime import serving as serving_module
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.driver import JOBS_MAX, Driver, Worker
@@ -69,7 +69,7 @@ class NoLinks:
 class Syncer:
     """A syncer's hands on a folder, with a remembering core."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, keep_contributions: bool = False) -> None:
         identity = Identity.generate()
         self.core = Core()
         self.driver = Driver(self.core, log=EventLog())  # type: ignore[arg-type]
@@ -92,6 +92,7 @@ class Syncer:
             links=NoLinks(),
             counters=Counters(),
             log=EventLog(),
+            keep_contributions=keep_contributions,
         )
         self.serving = Serving(self.parts)
         self._do = self.serving.interpreters()
@@ -117,6 +118,46 @@ class Syncer:
         )
         await self.core.wait_for(Sealed)
         await self.worker.call(lambda: None)
+
+    async def commit(self, merged: Merged, blob: BlobRef) -> None:
+        """The commit of that merge, of that contribution alone."""
+        participant = Participant(
+            peer=ANN,
+            base=Digest("c" * 64),
+            base_version=Version(0),
+            first_step=0,
+            last_step=8,
+            steps=8,
+            tokens=8,
+            tokens_unmerged=8,
+            contribution=blob,
+            weight=1.0,
+            norm=1.0,
+        )
+        header = EntryHeader(run=RUN, branch="", term=Term(1), seq=Seq(1), prev="")  # type: ignore[arg-type]
+        commit = Commit(
+            header=header,
+            fragment=P0,
+            version=Version(1),
+            round=1,
+            attempt=1,
+            update=merged.update,
+            state_digest=merged.state_digest,
+            momentum_digest=merged.momentum_digest,
+            eta=0.7,
+            mu=0.5,
+            participants=(participant,),
+            left_out=(),
+            quorum_wait_ms=0,
+            grace_ms=0,
+            close_reason="",
+            rbar=1.0,
+            rho=None,
+            tokens_total=8,
+            progress=0.0,
+        )
+        self.do(Seal(commit))
+        await self.core.wait_for(Sealed, 2)
 
     async def check(self, frame: bytes) -> ContributionChecked:
         blob = self.store.put(frame)
@@ -148,9 +189,9 @@ def frame_of(delta: torch.Tensor, spec: CodecSpec = UP) -> bytes:
     return codec.encode(delta, spec, layout_digest=LAYOUT.digest, fragment=0)
 
 
-def with_syncer(root: Path, talk: Callable[[Syncer], Awaitable[None]]) -> None:
+def with_syncer(root: Path, talk: Callable[[Syncer], Awaitable[None]], *, keep_contributions: bool = False) -> None:
     async def run() -> None:
-        it = Syncer(root)
+        it = Syncer(root, keep_contributions=keep_contributions)
         try:
             await talk(it)
             assert it.driver.failure is None
@@ -222,6 +263,23 @@ def test_a_contribution_that_names_an_update_of_ours_takes_nothing_along(tmp_pat
                 assert it.store.has(blob)
 
     with_syncer(tmp_path, talk)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_of_contributions_only_what_was_merged_is_kept_and_only_if_wanted(tmp_path: Path, keep: bool) -> None:
+    async def talk(it: Syncer) -> None:
+        await it.found()
+        blob, refused = it.store.put(frame_of(torch.ones(N) / N)), it.store.put(frame_of(torch.ones(N)))
+        await it.commit(await it.merge(blob), blob)
+        for each in (blob, refused):
+            it.do(AcceptBlob(ANN, each))
+            it.do(ForgetBlob(each))
+        assert (it.store.has(blob), it.store.has(refused)) == (keep, False)
+        restarted = Serving(it.parts)
+        restarted.interpreters()[ForgetBlob](ForgetBlob(blob))
+        assert it.store.has(blob) == keep, "a learner that announces it again does not take it along"
+
+    with_syncer(tmp_path, talk, keep_contributions=keep)
 
 
 def test_a_contribution_alike_to_an_update_still_arrives(tmp_path: Path) -> None:
