@@ -15,17 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from geo_diloco.manifest import WIRE_VERSION, BootId, FragmentId, MonoMs, PeerId, RunId, RunRules, Seq, Term, Version
+from geo_diloco.protocol.amending import Amending
+from geo_diloco.protocol.amendments import stretch_of
 from geo_diloco.protocol.crediting import Crediting
-from geo_diloco.protocol.effects import (
-    CloseConnection,
-    Effect,
-    Evaluate,
-    Merge,
-    Note,
-    Send,
-)
+from geo_diloco.protocol.effects import CloseConnection, Effect, Evaluate, Merge, Note, Send
 from geo_diloco.protocol.election.ballots import Refuse, Roster, SignedVote
 from geo_diloco.protocol.events import (
+    AmendmentAsked,
     BlobArrived,
     ContributionChecked,
     Evaluated,
@@ -41,6 +37,7 @@ from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.measuring import Measuring
 from geo_diloco.protocol.membership import Membership, moving_average
 from geo_diloco.protocol.messages import (
+    Amendment,
     Commit,
     Contribution,
     Durable,
@@ -96,6 +93,7 @@ class Syncer:
     """The syncer's part of a peer, for one term."""
 
     def __init__(self, office: Office, rules: RunRules, ledger: Ledger) -> None:
+        """`rules`: in force at that ledger."""
         self._office, self._rules = office, rules
         self._sync = rules.sync
         self._ledger = ledger
@@ -114,7 +112,8 @@ class Syncer:
         self._lonely_since: MonoMs | None = None
         self._crediting = Crediting(rules, ledger, self._membership)
         self._draining = False
-        self._stop = StopRule(rules)
+        self._stop = StopRule(rules, stretch_of(ledger.amended))
+        self.amending = Amending(office.run, rules, ledger, self._stop)
         self._measuring = Measuring(rules.evaluation)
         self.deadline: MonoMs | None = None
 
@@ -186,6 +185,10 @@ class Syncer:
 
         if self._ledger.finished is None:
             self._sealing.draft(make, lambda: self._office.gate(True), now_or_never=True)
+
+    def amend(self, asked: AmendmentAsked) -> None:
+        """Draft an amendment that `amending` has nothing against."""
+        self._draft(self.amending.draft(asked))
 
     def begin(self, now: MonoMs, *, away_ms: int) -> None:
         """The term is open and durable, and all that came before is in the outer state: rounds may be opened, unless
@@ -277,6 +280,9 @@ class Syncer:
             return [Note("seal", f"entry {event.seq} was not being sealed", "error")]
         if isinstance(entry, Open):
             self._opened_seq = entry.header.seq
+        if isinstance(entry, Amendment):
+            self._rules = self.amending.sealed(entry)
+            self._sync = self._rules.sync
         return self._committed(entry, now) if isinstance(entry, Commit) else []
 
     # -- messages -------------------------------------------------------------------------------------------------
@@ -423,7 +429,7 @@ class Syncer:
             if self._stop.reason is not None and facts.fresh >= self._sync.quorum:
                 close, reason = True, f"the run ends: {self._stop.reason}"
             if close and self._may_commit_more():
-                closing = close_round(round_, held, live, now=now, reason=reason)
+                closing = close_round(round_, held, live, now=now, reason=reason, outer=self._rules.outer)
                 round_.closing = replace(closing, counted=self._crediting.count(closing.taken, fragment, now))
                 round_.retry_at = round_.look_at = None
                 effects.append(self._merge(round_))
@@ -445,6 +451,7 @@ class Syncer:
             inputs=merge_inputs(round_.closing),
             eta=self._rules.outer.eta,
             mu=self._rules.outer.mu,
+            codec=self._rules.codec_down,
         )
 
     def _merging(self, fragment: FragmentId, number: int, attempt: int) -> Round | None:
@@ -465,9 +472,7 @@ class Syncer:
             ledger, more = self._ledger, sum(each.tokens_unmerged for each in participants_of(round_))
             tokens_total = ledger.tokens_total(round_.fragment, more=more)
             progress = self._stop.progress(tokens_total, ledger.num_commits + 1, now)
-            return commit_of(
-                round_, merged, header, outer=self._rules.outer, tokens_total=tokens_total, progress=progress
-            )
+            return commit_of(round_, merged, header, tokens_total=tokens_total, progress=progress)
 
         return make
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from geo_diloco.errors import BlobError, DigestMismatch, FrameError, LocalProtocolError, NonFiniteFrame
-from geo_diloco.manifest import Digest, FragmentId, PeerId, RunManifest, Version
+from geo_diloco.manifest import CodecSpec, Digest, FragmentId, PeerId, RunManifest, Version
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest, vector_from_bytes
 from geo_diloco.numerics.gate import check_contribution, cosine, length_max
@@ -204,15 +204,15 @@ class OuterState:
 
     # ---- merging
 
-    def check(self, effect: CheckContribution, frame: bytes, manifest: RunManifest) -> ContributionChecked:
-        """Whether that contribution's frame can be merged as things stand."""
+    def check(self, effect: CheckContribution, frame: bytes, codecs: tuple[CodecSpec, ...]) -> ContributionChecked:
+        """Whether that contribution's frame, encoded in one of these ways, can be merged as things stand."""
         fragment = effect.id.fragment
         result = check_contribution(
             frame,
             num_elements=self.layout.num_elements[fragment],
             layout_digest=self._digest,
             fragment=fragment,
-            spec=manifest.codec_up,
+            specs=codecs,
             length_max=length_max(self.theta(fragment)),
         )
         return ContributionChecked(effect.id, result.ok, result.reason, result.norm if result.ok else 0.0)
@@ -229,7 +229,7 @@ class OuterState:
         merging = StreamingMerge(self.layout, order.fragment, manifest.sync.merge)
         norms = []
         for each in order.inputs:
-            delta_N = self._contribution(order.fragment, each, read, manifest)
+            delta_N = self._contribution(order.fragment, each, read)
             norms.append(float(torch.linalg.vector_norm(delta_N, dtype=torch.float64)))
             drift_N = self._drift(held, each, order) if manifest.sync.late_form == "paper" else None
             gradient_N = outer_gradient(delta_N, form=manifest.sync.late_form, drift=drift_N)
@@ -242,7 +242,7 @@ class OuterState:
         residual_N = torch.zeros_like(held.theta_N) if held.residual_N is None else held.residual_N
         update_N = outer_update(merged.gradient, momentum_N, residual_N, eta=order.eta, mu=order.mu)
         try:
-            frame = codec.encode(update_N, manifest.codec_down, layout_digest=self._digest, fragment=order.fragment)
+            frame = codec.encode(update_N, order.codec, layout_digest=self._digest, fragment=order.fragment)
         except NonFiniteFrame as exc:
             raise MergeError("the outer step is not finite", longest) from exc
         update_hat_N = self._decode(frame, order.fragment)
@@ -262,14 +262,14 @@ class OuterState:
             num_degenerate=merged.num_degenerate,
         )
 
-    def _contribution(self, fragment: FragmentId, each: MergeInput, read: ReadBlob, manifest: RunManifest) -> Tensor:
+    def _contribution(self, fragment: FragmentId, each: MergeInput, read: ReadBlob) -> Tensor:
+        """Whether its codec was agreed is known since `check`."""
         try:
             delta_N = codec.decode(
                 read(each.blob),
                 num_elements=self.layout.num_elements[fragment],
                 layout_digest=self._digest,
                 fragment=fragment,
-                spec=manifest.codec_up,
             )
         except (FrameError, BlobError) as exc:
             raise MergeError(f"contribution of {each.peer[:8]}: {exc}", each.peer) from exc

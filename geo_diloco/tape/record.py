@@ -17,7 +17,7 @@ from geo_diloco.protocol.peer import Peer, Role
 from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.tape.form import build, effects_hash, from_json, plain, to_json
 
-TAPE_VERSION = 2
+TAPE_VERSION = 3
 WAITING_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 8 * 1024 * 1024
 """No honest record is near this: an entry is at most 4 MiB."""

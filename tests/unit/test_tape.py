@@ -239,7 +239,7 @@ def test_the_hash_of_effects_depends_on_order_and_content() -> None:
 def test_a_tape_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     record(path, [Tick()])
-    path.write_text(path.read_text().replace('"version":2', '"version":99', 1))
+    path.write_text(path.read_text().replace(f'"version":{tape.TAPE_VERSION}', '"version":99', 1))
     with pytest.raises(TapeError, match="99"):
         list(tape.read_tape(path))
 
