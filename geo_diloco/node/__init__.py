@@ -19,6 +19,7 @@ import torch
 from geo_diloco.config import PeerConfig, peer_config_from
 from geo_diloco.errors import UserError
 from geo_diloco.manifest import RunManifest
+from geo_diloco.node.amending import amend
 from geo_diloco.node.asking import fetch_status
 from geo_diloco.node.founder import Founder, FounderInfo, Reachable
 from geo_diloco.node.handing_over import hand_over
@@ -32,6 +33,7 @@ __all__ = [
     "Founder",
     "FounderInfo",
     "Peer",
+    "amend",
     "export",
     "fetch_status",
     "found",
