@@ -36,7 +36,7 @@ Seq = NewType("Seq", int)
 MonoMs = NewType("MonoMs", int)
 """Milliseconds of this process's monotonic clock. Never compared between peers."""
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Version of messages, entries, frames and blob digests. Peers with another one are refused."""
 
 MergeRule = Literal["rda", "mean"]
@@ -213,6 +213,8 @@ class RunManifest:
             tokens_per_step=self.data.sequence_length * self.data.batch_size,
             founder=self.founder,
             election=self.election,
+            codec_up=self.codec_up,
+            codec_down=self.codec_down,
         )
 
 
@@ -228,8 +230,10 @@ class RunRules:
     tokens_per_step: int = 0
     """Of the manifest's own batches; 0 if not known: then claimed tokens have no limit."""
     founder: PeerId = PeerId("")
-    """Founds the run; the only one who can reform it."""
+    """Founds the run; the only one who can amend and reform it."""
     election: ElectionSpec = field(default_factory=ElectionSpec)
+    codec_up: CodecSpec = field(default_factory=CodecSpec)
+    codec_down: CodecSpec = field(default_factory=CodecSpec)
 
 
 _NAMES_CODE = frozenset({"auto_map", "trust_remote_code", "attn_implementation", "experts_implementation"})

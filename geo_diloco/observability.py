@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from geo_diloco.errors import GeoDilocoError
+from geo_diloco.manifest import CodecSpec, RunRules
+from geo_diloco.protocol.amendments import AMENDABLE, SECTIONS, Amended, amended_at
 from geo_diloco.protocol.election.status import ElectionStatus
 from geo_diloco.protocol.status import LearnerStatus, PeerStatus, RoundStatus
 
@@ -122,6 +124,7 @@ def status_json(
         "name": name,
         "peer": peer,
         "role": status.role,
+        "branch": status.branch,
         "term": status.term,
         "seq": status.seq,
         "finished": status.finished is not None,
@@ -130,6 +133,8 @@ def status_json(
         "tokens_total": status.tokens_total,
         "commits": status.num_commits,
         "progress": status.progress,
+        "rules": _rules_json(status.rules, status.amended),
+        "amended": [{"number": each.number, "seq": each.seq, "order": each.order} for each in status.amended],
         "learners": [_learner_json(learner) for learner in status.learners],
         "rounds": [_round_json(each) for each in status.rounds[-ROUNDS_SHOWN:]],
         "waiting": [{"fragment": each.fragment, "reason": each.reason} for each in status.waiting],
@@ -143,6 +148,21 @@ def status_json(
     }
 
 
+def _rules_json(rules: RunRules, amended: tuple[Amended, ...]) -> dict[str, Any]:
+    """What can be amended, as it is in force, and the entry that set it; none where it is the manifest's."""
+    since = amended_at(amended)
+    found: dict[str, Any] = {}
+    for section, names in SECTIONS.items():
+        found |= {name: getattr(getattr(rules, section), name) for name in names}
+    found |= {"codec_up": codec_text(rules.codec_up), "codec_down": codec_text(rules.codec_down)}
+    return {name: {"value": found[name], "amended_at": since.get(name)} for name in AMENDABLE}
+
+
+def codec_text(codec: CodecSpec) -> str:
+    """`int4:64`: its name, and how many elements share a scale."""
+    return f"{codec.name}:{codec.block}"
+
+
 def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, Any]:
     return {
         "role": election.role,
@@ -152,6 +172,7 @@ def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, 
         "durable_seq": election.durable_seq,
         "roster": list(election.roster),
         "follows": election.follows,
+        "syncer": election.syncer,
         "lease_ms": lease_ms,
         "candidacy": election.candidacy,
         "vote": election.vote,

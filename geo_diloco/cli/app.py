@@ -26,6 +26,7 @@ _COMMANDS = {
     "join": "join:join",
     "status": "status:status",
     "handover": "handover:handover",
+    "amend": "amend:amend",
     "export": "export:export",
     "replay": "replay:replay",
     "bench": "bench:app",

@@ -152,6 +152,7 @@ def _step(outer: OuterState, run: RunManifest, frames: list[bytes], num_contribu
         ),
         eta=0.7,
         mu=0.5,
+        codec=run.codec_down,
     )
     outer.merge(order, lambda blob: frames[int(blob.digest, 16)], run)
     outer.commit(FragmentId(0), version)

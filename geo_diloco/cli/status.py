@@ -32,6 +32,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"term {status['term']}, seq {status['seq']}: {counts}",
     ]
     lines += _election_lines(status["election"]) if status.get("election") else []
+    lines += amended_lines(status["rules"])
     if status["heldout"]:
         seq, loss, _ = status["heldout"][-1]
         lines.append(f"held-out loss {loss:.4f} nats per token at seq {seq} (first {status['heldout'][0][1]:.4f})")
@@ -53,6 +54,22 @@ def status_text(status: Mapping[str, Any]) -> str:
         )
     lines += [f"  fragment {item['fragment']} waits: {_plain(item['reason'])}" for item in status["waiting"]]
     return "\n".join(lines)
+
+
+def amended_lines(rules: Mapping[str, Any]) -> list[str]:
+    """What is not as the manifest says, each with the entry since which."""
+    return [
+        f"{name} {_plain(value_text(rule['value']))} (amended at seq {rule['amended_at']})"
+        for name, rule in rules.items()
+        if rule["amended_at"] is not None
+    ]
+
+
+def value_text(value: object) -> str:
+    """As `amend --set` takes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _election_lines(election: Mapping[str, Any]) -> list[str]:

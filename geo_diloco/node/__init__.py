@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from geo_diloco.node.amending import amend
     from geo_diloco.node.asking import fetch_status
     from geo_diloco.node.founder import Founder
     from geo_diloco.node.handing_over import hand_over
@@ -24,6 +25,7 @@ __all__ = [
     "Founder",
     "FounderInfo",
     "Peer",
+    "amend",
     "export",
     "fetch_status",
     "found",
@@ -39,6 +41,7 @@ _HOMES = {
     "Founder": "founder",
     "FounderInfo": "inviting",
     "Peer": "peer",
+    "amend": "amending",
     "export": "offline",
     "fetch_status": "asking",
     "found": "starting",

@@ -162,10 +162,10 @@ class Learning:
 
     async def _encode(self, event: SampleTaken, delta: Tensor) -> None:
         p = self._p
-        layout = p.outer.layout
+        layout, spec = p.outer.layout, p.driver.core.rules.codec_up
 
         def encode() -> tuple[BlobRef, float]:
-            frame = codec.encode(delta, p.manifest.codec_up, layout_digest=layout.digest, fragment=event.fragment)
+            frame = codec.encode(delta, spec, layout_digest=layout.digest, fragment=event.fragment)
             blob = p.store.put(frame)
             return blob, float(torch.linalg.vector_norm(delta, dtype=torch.float64))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from geo_diloco.config import PeerConfig
-from geo_diloco.errors import ConfigError, DirectoryError, RefusedError
+from geo_diloco.errors import ConfigError, DirectoryError, RefusedError, TransferError
 from geo_diloco.manifest import Digest, FragmentId, PeerId, Seq
 from geo_diloco.node.addresses import directory_addresses, http_address, read_ports, write_ports
 from geo_diloco.node.evaluation import Evaluation
@@ -26,7 +26,7 @@ from geo_diloco.node.rundir import disk_failure
 from geo_diloco.node.station import Station, StationParts
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
-from geo_diloco.protocol.events import FoundRun, HandoverAsked
+from geo_diloco.protocol.events import AmendmentAsked, FoundRun, HandoverAsked
 from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.dht import Directory
@@ -38,7 +38,7 @@ from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
 from geo_diloco.runtime.session import ByteCounters, make_session
-from geo_diloco.runtime.wire import Order, Signed
+from geo_diloco.runtime.wire import Order, Signed, open_amendment
 
 AWAY_MS_MAX = 30 * 24 * 3_600_000
 LEAVE_S = 1.5
@@ -307,12 +307,29 @@ class ReachableNode:
             self._serving.blob_arrived(ref)
             self._station.following.blob_arrived(ref)
 
+    @property
+    def owner(self) -> PeerId:
+        return self._p.manifest.founder
+
     def order(self, order: Order) -> str:
         if self._station is None or not self._is_on_air or not self._station.core.serves:
-            return "this peer is not the syncer now"
+            raise TransferError("this peer is not the syncer now")
+        if order.wish == "amend":
+            return self._amend(order.amendment)
         self._p.log.note("handover", "its owner wants this peer to hand over")
         self.driver.feed(HandoverAsked(order.to))
         return "handing over"
+
+    def _amend(self, signed: str) -> str:
+        asked = AmendmentAsked(*open_amendment(signed), signed)
+        core, number = self.station.core, asked.order.number
+        if any(each.order == signed for each in core.ledger.amended):
+            return f"amendment {number} is in force"
+        if why_not := core.why_not_amend(asked):
+            raise RefusedError(f"amendment {number} is refused: {why_not}")
+        self._p.log.note("amend", f"the run's owner wants amendment {number}")
+        self.driver.feed(asked)
+        return f"amendment {number} is being appended"
 
     def verify_token(self, proof: str, nonce: str, peer: PeerId) -> bool:
         return not self._p.token or proof_is_valid(proof, self._p.token, nonce=nonce, peer=peer)

@@ -7,6 +7,7 @@ refused by name and not to stop anything. Only the frame's own faults are caught
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from geo_diloco.errors import FrameError
 from geo_diloco.manifest import CodecSpec, Digest
-from geo_diloco.numerics.codec import Bytes, decode
+from geo_diloco.numerics.codec import Bytes, FrameHeader, decode, inspect
 from geo_diloco.numerics.merge import l2_norm
 
 _DOT_ELEMENTS = 8192
@@ -38,12 +39,13 @@ def check_contribution(
     num_elements: int,
     layout_digest: Digest,
     fragment: int,
-    spec: CodecSpec | None = None,
+    specs: Sequence[CodecSpec] = (),
     length_max: float = math.inf,
 ) -> GateResult:
-    """Can this frame be merged as that fragment, was it made with the agreed codec (if `spec` is given), and is its
+    """Can this frame be merged as that fragment, was it made with an agreed codec (if `specs` are given), and is its
     delta no longer than `length_max`?"""
     try:
+        spec = _agreed(inspect(frame), specs)
         delta = decode(frame, num_elements=num_elements, layout_digest=layout_digest, fragment=fragment, spec=spec)
     except FrameError as exc:
         return GateResult(False, f"{exc.code} {exc}", 0.0)
@@ -51,6 +53,12 @@ def check_contribution(
     if length > length_max:
         return GateResult(False, f"implausible: a delta of length {length:.3g}, at most {length_max:.3g} is taken", 0.0)
     return GateResult(True, "ok", length)
+
+
+def _agreed(header: FrameHeader, specs: Sequence[CodecSpec]) -> CodecSpec | None:
+    """That of `specs` which the frame says it was made with; the first if it is none of them."""
+    said = (spec for spec in specs if spec.name == header.codec and header.block in (0, spec.block))
+    return next(said, specs[0] if specs else None)
 
 
 def length_max(theta: Tensor) -> float:

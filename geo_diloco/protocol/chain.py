@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from geo_diloco.manifest import BranchId, Digest, MonoMs, PeerId, Seq, Term, Version
+from geo_diloco.protocol.amendments import newest_number
 from geo_diloco.protocol.effects import Effect, FetchEntries, KeepEntry, Note, PersistVote, Send, SendEntries
 from geo_diloco.protocol.election.ballots import Head, Rank, Root
 from geo_diloco.protocol.election.machine import Election
@@ -120,6 +121,7 @@ class Chain:
                 roster=snapshot.roster,
                 roster_seq=snapshot.roster_seq,
                 opened=snapshot.opened,
+                amendments=newest_number(snapshot.amended),
             )
         self.election.based_on(snapshot.head_digest)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from geo_diloco.manifest import BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.manifest import BranchId, CodecSpec, Digest, FragmentId, PeerId, Seq, Term, Version
 from geo_diloco.protocol.election.ballots import VoteRecord
 from geo_diloco.protocol.events import FragmentAccount, SnapshotLoaded
 from geo_diloco.protocol.messages import BlobRef, ContributionId, Entry, Message
@@ -195,6 +195,8 @@ class Merge:
     inputs: tuple[MergeInput, ...]
     eta: float
     mu: float
+    codec: CodecSpec
+    """Of the update."""
 
 
 @dataclass(frozen=True, slots=True)

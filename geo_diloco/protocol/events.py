@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.protocol.amendments import Amended, AmendmentOrder
 from geo_diloco.protocol.election.ballots import Elector, Opened, Rank
 from geo_diloco.protocol.messages import (
     BlobRef,
@@ -75,6 +76,8 @@ class SnapshotLoaded:
     opened: Opened | None
     """Who serves `term`; none before the first entry."""
     whole_chain: bool = False
+    amended: tuple[Amended, ...] = ()
+    """What is in force at `seq` beside the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,16 @@ class HandoverAsked:
     resign: bool = False
     """If nobody gets everything in time, give up the term all the same: what is not durable is lost to the chain, but
     not to the learners, who carry it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmendmentAsked:
+    """The run's owner wants this syncer to append an amendment. The shell has verified who signed it."""
+
+    order: AmendmentOrder
+    owner: PeerId
+    signed: str
+    """The order, as signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +406,7 @@ Event = (
     | VotePersisted
     | Sighted
     | HandoverAsked
+    | AmendmentAsked
     | StopRequested
     | UpdateLost
     | Applied

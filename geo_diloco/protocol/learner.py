@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from geo_diloco.manifest import Digest, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
 from geo_diloco.protocol.accounts import Account
+from geo_diloco.protocol.amendments import Amended
 from geo_diloco.protocol.effects import (
     Adopt,
     Effect,
@@ -85,6 +86,7 @@ class _Position:
     roster: tuple[Elector, ...]
     roster_seq: Seq
     opened: Opened | None
+    amended: tuple[Amended, ...]
     commit: tuple[FragmentId, Version] | None
 
 
@@ -124,7 +126,7 @@ class Learner:
         self._adopted_heads: list[FragmentHead] = []
         self._unadopted: deque[_Position] = deque()
         """Entries not known to be adopted yet, oldest first, and where the chain stood with each."""
-        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, (), NO_SEQ, None, None)
+        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, (), NO_SEQ, None, (), None)
         """The newest position up to which every commit is adopted: where a checkpoint resumes."""
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -429,6 +431,7 @@ class Learner:
             roster=ledger.roster,
             roster_seq=ledger.roster_seq,
             opened=ledger.opened,
+            amended=ledger.amended,
             commit=commit,
         )
 
@@ -457,6 +460,7 @@ class Learner:
             roster=self._floor.roster,
             roster_seq=self._floor.roster_seq,
             opened=self._floor.opened,
+            amended=self._floor.amended,
         )
 
     # -- inner steps ----------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from geo_diloco.manifest import BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
-from geo_diloco.protocol.election.ballots import Elector, EntryFacts, Opened
+from geo_diloco.protocol.amendments import Amended, newest_number, with_amendment
+from geo_diloco.protocol.election.ballots import Amends, Elector, EntryFacts, Opened
 from geo_diloco.protocol.events import SnapshotLoaded
 from geo_diloco.protocol.messages import (
+    Amendment,
     Commit,
     ContributionId,
     Entry,
@@ -65,6 +67,8 @@ class Ledger:
     num_commits: int = 0
     progress: float = 0.0
     heldout: list[tuple[Seq, float]] = field(default_factory=list)
+    amended: tuple[Amended, ...] = ()
+    """What is in force beside the manifest (`amendments.rules_at`)."""
     finished: str | None = None
     before_the_end: Ledger | None = None
     """As it was when the run finished: no commit has followed."""
@@ -80,7 +84,7 @@ class Ledger:
         self.contained = [head.version for head in snapshot.heads]
         self.bases = [{head.base: head.version} for head in snapshot.heads]
         self.tokens = list(snapshot.tokens_per_fragment)
-        self.progress = snapshot.progress
+        self.progress, self.amended = snapshot.progress, snapshot.amended
         self.num_commits = sum(head.version for head in snapshot.heads)
 
     def copy(self) -> Ledger:
@@ -115,6 +119,8 @@ class Ledger:
             return None if opens else f"term {header.term} is not above {self.term}"
         if header.term != self.term and not isinstance(entry, Found):
             return f"term {header.term} was not opened, the chain is in term {self.term}"
+        if isinstance(entry, Amendment) and entry.number != newest_number(self.amended) + 1:
+            return f"amendment {entry.number} does not follow {newest_number(self.amended)}"
         return self._why_not_commit(entry) if isinstance(entry, Commit) else None
 
     def _why_not_commit(self, commit: Commit) -> str | None:
@@ -145,6 +151,8 @@ class Ledger:
                 self._commit(entry, digest)
             case Record():
                 self.heldout.append((entry.measured_seq, entry.heldout_loss))
+            case Amendment():
+                self.amended = with_amendment(self.amended, _amended_of(entry))
             case Finished():
                 self.finished = entry.reason
 
@@ -206,6 +214,18 @@ def opened_of(entry: Open) -> Opened:
     return Opened(entry.syncer, entry.boot, entry.address, entry.votes)
 
 
+def _amended_of(entry: Amendment) -> Amended:
+    return Amended(
+        seq=entry.header.seq,
+        branch=entry.header.branch,
+        owner=entry.owner,
+        number=entry.number,
+        changes=entry.changes,
+        stretch=entry.stretch,
+        order=entry.order,
+    )
+
+
 def facts_of(entry: Entry, digest: Digest, signer: PeerId) -> EntryFacts:
     """An entry as far as elections go."""
     header = entry.header
@@ -219,6 +239,7 @@ def facts_of(entry: Entry, digest: Digest, signer: PeerId) -> EntryFacts:
         signer=signer,
         opened=opened_of(entry) if isinstance(entry, Open) else None,
         roster=entry.roster if isinstance(entry, Found | RosterChange) else None,
+        amends=Amends(entry.owner, entry.number, entry.changes) if isinstance(entry, Amendment) else None,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, RunId, Seq, Term, Version
+from geo_diloco.protocol.amendments import Amended, Changes, Stretch
 from geo_diloco.protocol.election.ballots import Ballot, Elector, Opened, SignedVote
 
 
@@ -166,7 +167,22 @@ class Finished:
     tokens_total: int
 
 
-Entry = Found | Open | RosterChange | Commit | Record | Finished
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amendment:
+    """The run's owner changes its rules: in force from here on."""
+
+    kind: Literal["amendment"] = "amendment"
+    header: EntryHeader
+    owner: PeerId
+    number: int
+    changes: Changes
+    stretch: Stretch
+    """By the syncer, like the progress in a commit."""
+    order: str
+    """What the owner signed (`amendments.AmendmentOrder`), as signed; the shell has verified that it says the same."""
+
+
+Entry = Found | Open | RosterChange | Commit | Record | Amendment | Finished
 
 
 # ---- control messages ------------------------------------------------------------------------------------------
@@ -382,3 +398,5 @@ class Snapshot:
     roster_seq: Seq
     opened: Opened
     """Who serves `term`."""
+    amended: tuple[Amended, ...] = ()
+    """What is in force at `seq` beside the manifest."""

@@ -50,6 +50,10 @@ class OpenRounds:
         self._clock = InnerClock(at=now)
         self._turns = Turns(self.rules.sync, len(self._ledger.heads))
 
+    def amend(self, rules: RunRules) -> None:
+        """The rules are others from here on: every round is looked at anew, but those that have closed."""
+        self.rules, self._outlook = rules, None
+
     def get(self, fragment: FragmentId) -> Round | None:
         return self._rounds.get(fragment)
 
@@ -193,7 +197,7 @@ class OpenRounds:
 
     def _close(self, round_: Round, now: MonoMs, reason: str) -> Merge:
         held, live = self._holdings.of_fragment(round_.fragment), self._membership.live(now)
-        closing = close_round(round_, held, live, now=now, reason=reason)
+        closing = close_round(round_, held, live, now=now, reason=reason, outer=self.rules.outer)
         counted = self._crediting.count(closing.taken, round_.fragment, now)
         round_.closing = closing = replace(closing, counted=counted)
         round_.retry_at = round_.look_at = None
@@ -207,6 +211,7 @@ class OpenRounds:
             inputs=merge_inputs(closing),
             eta=self.rules.outer.eta,
             mu=self.rules.outer.mu,
+            codec=self.rules.codec_down,
         )
 
     # -- merging --------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from __future__ import annotations
 import typing
 from typing import Literal
 
-from geo_diloco.manifest import BootId, Digest, MonoMs, PeerId, RunId, RunRules
+from geo_diloco.manifest import BootId, CodecSpec, Digest, MonoMs, PeerId, RunId, RunRules
+from geo_diloco.protocol.amendments import codecs_up, rules_at
 from geo_diloco.protocol.chain import Chain, Outcome, SyncerChanged
 from geo_diloco.protocol.effects import Effect, Note, ReadyToLeave, RunFinished, Send
 from geo_diloco.protocol.election.ballots import Ballot, Refuse
@@ -19,6 +20,7 @@ from geo_diloco.protocol.election.machine import Election
 from geo_diloco.protocol.election.polls import Heard, SealOpen
 from geo_diloco.protocol.events import (
     Adopted,
+    AmendmentAsked,
     Applied,
     ApplyFailed,
     BlobArrived,
@@ -98,6 +100,7 @@ class Peer:
         self._learner = Learner(peer, rules, self.ledger) if role == "learner" else None
         self._session = Session(facts, layout_digest, self._chain, self._learner)
         self._serving = Serving(peer, boot, run, rules, self._chain, address=facts.address)
+        self._rules = rules
         self._leaving_until: MonoMs | None = None
         self._told_finished = False
         self._ready_to_leave = False
@@ -114,6 +117,21 @@ class Peer:
     @property
     def _syncer(self) -> Syncer | None:
         return self._serving.syncer
+
+    @property
+    def rules(self) -> RunRules:
+        """In force here: as syncer from its newest entry on, else on the durable chain."""
+        return rules_at(self._rules, self.ledger.amended) if self._syncer is None else self._syncer.amending.rules
+
+    @property
+    def codecs_up(self) -> tuple[CodecSpec, ...]:
+        """What a contribution may be encoded with here, what is in force first."""
+        ledger = self.ledger if self._syncer is None else self._syncer.ledger
+        return codecs_up(self._rules, ledger.amended)
+
+    def why_not_amend(self, asked: AmendmentAsked) -> str | None:
+        """Why this peer can't append that amendment now, for whoever asks; none if it can."""
+        return self._serving.why_not_amend(asked)
 
     @property
     def serves(self) -> bool:
@@ -179,6 +197,8 @@ class Peer:
                 return chain.poll(event, now)
             case HandoverAsked():
                 return self._serving.hand_over(event)
+            case AmendmentAsked():
+                return self._serving.amend(event)
             case SnapshotKept():
                 chain.kept(event)
                 return []
@@ -310,6 +330,8 @@ class Peer:
             num_commits=ledger.num_commits,
             tokens_total=ledger.tokens_total() if ledger.heads else 0,
             progress=ledger.progress,
+            rules=rules_at(self._rules, ledger.amended),
+            amended=ledger.amended,
             heldout=tuple(ledger.heldout),
             versions=tuple(head.version for head in ledger.heads),
             learners=() if self._syncer is None else self._syncer.learner_status(now),

@@ -30,6 +30,8 @@ class Closing:
     grace_ms: int
     reason: str
     live: int
+    outer: OuterSpec
+    """In force then; an amendment is for rounds that close later."""
     counted: tuple[Counted, ...] = ()
     """What of each of `taken` counts."""
 
@@ -83,7 +85,15 @@ class Round:
         )
 
 
-def close_round(round_: Round, held: dict[PeerId, Held], live: list[Member], *, now: MonoMs, reason: str) -> Closing:
+def close_round(
+    round_: Round,
+    held: dict[PeerId, Held],
+    live: list[Member],
+    *,
+    now: MonoMs,
+    reason: str,
+    outer: OuterSpec,
+) -> Closing:
     """Freeze what goes into the merge."""
     taken = tuple(held[peer] for peer in sorted(held) if held[peer].ready)
     taken_peers = {item.contribution.id.peer for item in taken}
@@ -101,6 +111,7 @@ def close_round(round_: Round, held: dict[PeerId, Held], live: list[Member], *, 
         grace_ms=now - quorum_at,
         reason=reason,
         live=len(live),
+        outer=outer,
     )
 
 
@@ -150,9 +161,7 @@ def participants_of(round_: Round) -> tuple[Participant, ...]:
     return participants(round_.closing)
 
 
-def commit_of(
-    round_: Round, merged: Merged, header: EntryHeader, *, outer: OuterSpec, tokens_total: int, progress: float
-) -> Commit:
+def commit_of(round_: Round, merged: Merged, header: EntryHeader, *, tokens_total: int, progress: float) -> Commit:
     """The entry of a round that was merged."""
     closing = round_.closing
     assert closing is not None
@@ -165,8 +174,8 @@ def commit_of(
         update=merged.update,
         state_digest=merged.state_digest,
         momentum_digest=merged.momentum_digest,
-        eta=outer.eta,
-        mu=outer.mu,
+        eta=closing.outer.eta,
+        mu=closing.outer.mu,
         participants=participants(closing),
         left_out=closing.left_out,
         quorum_wait_ms=closing.quorum_wait_ms,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from geo_diloco.manifest import BootId, MonoMs, PeerId, RunId, RunRules
+from geo_diloco.protocol.amendments import rules_at
 from geo_diloco.protocol.chain import Chain, Outcome
 from geo_diloco.protocol.effects import Announce, Effect, Note, Seal, SeekSyncer, Send
 from geo_diloco.protocol.election.ballots import Refuse
@@ -20,7 +21,7 @@ from geo_diloco.protocol.election.polls import (
     ServiceBegan,
     ServiceEnded,
 )
-from geo_diloco.protocol.events import FoundRun, HandoverAsked, Received, Sealed
+from geo_diloco.protocol.events import AmendmentAsked, FoundRun, HandoverAsked, Received, Sealed
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import Commit, Durable, Entry, Hello
 from geo_diloco.protocol.office import Office
@@ -92,7 +93,7 @@ class Serving:
             address=self._address,
             gate=lambda roster: self._chain.election.begin_append(term, self._now, roster=roster),
         )
-        return Syncer(office, self._rules, ledger)
+        return Syncer(office, rules_at(self._rules, ledger.amended), ledger)
 
     def _open(self, order: SealOpen) -> list[Effect]:
         """Elected: the term's own ledger goes up to the head that the votes are for."""
@@ -173,6 +174,21 @@ class Serving:
         early = [self._early[peer] for peer in sorted(self._early)]
         self._early.clear()
         return [effect for hello in early for effect in syncer.received(hello, now)]
+
+    # -- amending -------------------------------------------------------------------------------------------------
+
+    def why_not_amend(self, asked: AmendmentAsked) -> str | None:
+        """Why an owner's order can't be followed here and now; none if it can."""
+        if self.syncer is None or not self.syncer.serving or self._handover is not None:
+            return "this peer is not the syncer now"
+        return self.syncer.amending.why_not(asked)
+
+    def amend(self, asked: AmendmentAsked) -> Outcome:
+        why_not = self.why_not_amend(asked)
+        if why_not is not None or self.syncer is None:
+            return [Note("amend", f"amendment {asked.order.number} is refused: {why_not}", "warning")]
+        self.syncer.amend(asked)
+        return []
 
     # -- handing over ---------------------------------------------------------------------------------------------
 

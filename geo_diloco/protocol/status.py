@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from geo_diloco.manifest import BranchId, FragmentId, PeerId, Seq, Term, Version
+from geo_diloco.manifest import BranchId, FragmentId, PeerId, RunRules, Seq, Term, Version
+from geo_diloco.protocol.amendments import Amended
 from geo_diloco.protocol.election.status import ElectionStatus
 
 
@@ -73,6 +74,10 @@ class PeerStatus:
     num_commits: int
     tokens_total: int
     progress: float
+    rules: RunRules
+    """In force on the durable chain."""
+    amended: tuple[Amended, ...]
+    """What is in force beside the manifest."""
     heldout: tuple[tuple[Seq, float], ...]
     versions: tuple[Version, ...]
     learners: tuple[LearnerStatus, ...] = ()

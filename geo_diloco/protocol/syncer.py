@@ -11,16 +11,13 @@ go on meanwhile; entries are sealed one at a time, because each names the one be
 from __future__ import annotations
 
 from geo_diloco.manifest import WIRE_VERSION, FragmentId, MonoMs, PeerId, RunRules, Seq, Term
+from geo_diloco.protocol.amending import Amending
+from geo_diloco.protocol.amendments import stretch_of
 from geo_diloco.protocol.crediting import Crediting
-from geo_diloco.protocol.effects import (
-    CloseConnection,
-    Effect,
-    Evaluate,
-    Note,
-    Send,
-)
+from geo_diloco.protocol.effects import CloseConnection, Effect, Evaluate, Note, Send
 from geo_diloco.protocol.election.ballots import Refuse, Roster, SignedVote
 from geo_diloco.protocol.events import (
+    AmendmentAsked,
     BlobArrived,
     ContributionChecked,
     Evaluated,
@@ -36,6 +33,7 @@ from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.measuring import Measuring
 from geo_diloco.protocol.membership import Membership
 from geo_diloco.protocol.messages import (
+    Amendment,
     Commit,
     Contribution,
     Durable,
@@ -64,6 +62,7 @@ class Syncer:
     """The syncer's part of a peer, for one term."""
 
     def __init__(self, office: Office, rules: RunRules, ledger: Ledger) -> None:
+        """`rules`: in force at that ledger."""
         self._office, self._rules = office, rules
         self._sync = rules.sync
         self._ledger = ledger
@@ -77,7 +76,8 @@ class Syncer:
         self._durable: Durable | None = None
         self._lonely_since: MonoMs | None = None
         self._draining = False
-        self._stop = StopRule(rules)
+        self._stop = StopRule(rules, stretch_of(ledger.amended))
+        self.amending = Amending(office.run, rules, ledger, self._stop)
         self._measuring = Measuring(rules.evaluation)
         self.deadline: MonoMs | None = None
 
@@ -132,6 +132,10 @@ class Syncer:
 
         if self._ledger.finished is None:
             self._sealing.draft(make, lambda: self._office.gate(True), now_or_never=True)
+
+    def amend(self, asked: AmendmentAsked) -> None:
+        """Draft an amendment that `amending` has nothing against."""
+        self._draft(self.amending.draft(asked))
 
     def begin(self, now: MonoMs, *, away_ms: int) -> None:
         """The term is open and durable, and all that came before is in the outer state: rounds may be opened, unless
@@ -217,6 +221,10 @@ class Syncer:
             return [Note("seal", f"entry {event.seq} was not being sealed", "error")]
         if isinstance(entry, Open):
             self._opened_seq = entry.header.seq
+        if isinstance(entry, Amendment):
+            self._rules = self.amending.sealed(entry)
+            self._sync = self._rules.sync
+            self._rounds.amend(self._rules)
         return self._committed(entry, now) if isinstance(entry, Commit) else []
 
     # -- messages -------------------------------------------------------------------------------------------------
@@ -304,9 +312,7 @@ class Syncer:
             ledger, more = self._ledger, sum(each.tokens_unmerged for each in participants_of(round_))
             tokens_total = ledger.tokens_total(round_.fragment, more=more)
             progress = self._stop.progress(tokens_total, ledger.num_commits + 1, now)
-            return commit_of(
-                round_, merged, header, outer=self._rules.outer, tokens_total=tokens_total, progress=progress
-            )
+            return commit_of(round_, merged, header, tokens_total=tokens_total, progress=progress)
 
         return make
 

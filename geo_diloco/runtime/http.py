@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from aiohttp import ClientPayloadError, web
 
-from geo_diloco.errors import BlobError, ConfigError, RemoteProtocolError
+from geo_diloco.errors import BlobError, ConfigError, RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import Digest, PeerId, RunId
 from geo_diloco.protocol.election.ballots import Ballot
 from geo_diloco.protocol.messages import BlobRef, Envelope, Hello
@@ -89,8 +89,13 @@ class ServerPort(Protocol):
     def blob_arrived(self, ref: BlobRef) -> None:
         """It is complete. May be said more than once."""
 
+    @property
+    def owner(self) -> PeerId:
+        """Of the run: its founder."""
+
     def order(self, order: Order) -> str:
-        """The owner's wish, verified; a word to answer with."""
+        """An owner's wish, verified to be his; a word to answer with. Raises RefusedError if it can't be followed,
+        TransferError if it can't be here and now."""
 
     def verify_token(self, proof: str, nonce: str, peer: PeerId) -> bool:
         """Whether the proof it shows, in Hello or before all else, lets the peer in (`identity.proof_is_valid`)."""
@@ -359,9 +364,16 @@ class HttpServer:
             order, signer = open_order(text)
         except RemoteProtocolError as exc:
             raise _Refusal(400, "bad-order", str(exc)) from exc
-        if (signer, order.run) != (self._identity.peer_id, self._port.run) or not nonce or order.nonce != nonce:
+        owner = self._port.owner if order.wish == "amend" else self._identity.peer_id
+        if (signer, order.run) != (owner, self._port.run) or not nonce or order.nonce != nonce:
             raise _Refusal(403, "not-the-owner", "signed by another key, for another run, or on another occasion")
-        return await self._answer(request, self._port.order(order).encode(), "text/plain")
+        try:
+            answer = self._port.order(order)
+        except (RefusedError, RemoteProtocolError) as exc:
+            raise _Refusal(403, "refused", str(exc)) from exc
+        except TransferError as exc:
+            raise _Refusal(503, "not-now", str(exc)) from exc
+        return await self._answer(request, answer.encode(), "text/plain")
 
     # ---- control connections
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from geo_diloco.errors import BlobError, DigestMismatch, FrameError, LocalProtocolError, NonFiniteFrame
-from geo_diloco.manifest import CodecSpec, Digest, FragmentId, PeerId, RunManifest, Version
+from geo_diloco.manifest import CodecSpec, Digest, FragmentId, LateForm, PeerId, RunManifest, Version
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest, vector_from_bytes
 from geo_diloco.numerics.gate import check_contribution, cosine, length_max
@@ -202,15 +202,12 @@ class OuterState:
         self._advance(update.fragment, _Fragment(update.version, theta_N, momentum_N, None, update_N, held.recent))
         return theta_N
 
-    def _decode(
-        self, frame: bytes, fragment: FragmentId, *, spec: CodecSpec | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def _decode(self, frame: bytes, fragment: FragmentId, *, out: Tensor | None = None) -> Tensor:
         return codec.decode(
             frame,
             num_elements=self.layout.num_elements[fragment],
             layout_digest=self._digest,
             fragment=fragment,
-            spec=spec,
             out=out,
         )
 
@@ -224,15 +221,15 @@ class OuterState:
 
     # ---- merging
 
-    def check(self, effect: CheckContribution, frame: bytes, manifest: RunManifest) -> ContributionChecked:
-        """Whether that contribution's frame can be merged as things stand."""
+    def check(self, effect: CheckContribution, frame: bytes, codecs: tuple[CodecSpec, ...]) -> ContributionChecked:
+        """Whether that contribution's frame, encoded in one of these ways, can be merged as things stand."""
         fragment = effect.id.fragment
         result = check_contribution(
             frame,
             num_elements=self.layout.num_elements[fragment],
             layout_digest=self._digest,
             fragment=fragment,
-            spec=manifest.codec_up,
+            specs=codecs,
             length_max=length_max(self.theta(fragment)),
         )
         return ContributionChecked(effect.id, result.ok, result.reason, result.norm if result.ok else 0.0)
@@ -248,14 +245,14 @@ class OuterState:
         momentum_N = self.momentum(order.fragment)
         merging = StreamingMerge(self.layout, order.fragment, manifest.sync.merge)
         room_N = torch.empty_like(held.theta_N)
-        norms = [self._add(merging, order, each, read, manifest, room_N) for each in order.inputs]
+        norms = [self._add(merging, order, each, read, manifest.sync.late_form, room_N) for each in order.inputs]
         longest = max(zip(norms, order.inputs, strict=True), key=lambda pair: pair[0])[1].peer if norms else None
         merged = merging.result()
         update_N = outer_update(
             merged.gradient, momentum_N, held.residual_N, eta=order.eta, mu=order.mu, out=merged.gradient
         )
         try:
-            frame = codec.encode(update_N, manifest.codec_down, layout_digest=self._digest, fragment=order.fragment)
+            frame = codec.encode(update_N, order.codec, layout_digest=self._digest, fragment=order.fragment)
         except NonFiniteFrame as exc:
             raise MergeError("the outer step is not finite", longest) from exc
         update_hat_N = self._decode(frame, order.fragment, out=room_N)
@@ -279,20 +276,23 @@ class OuterState:
         order: Merge,
         each: MergeInput,
         read: ReadBlob,
-        manifest: RunManifest,
+        late_form: LateForm,
         room_N: Tensor,
     ) -> float:
-        """One contribution into the merge, decoded into `room_N`; the L2 norm of its delta."""
+        """One contribution into the merge, decoded into `room_N`; the L2 norm of its delta.
+
+        Whether its codec was agreed is known since `check`.
+        """
         fragment = order.fragment
         try:
             frame = read(each.blob)
-            delta_N = self._decode(frame, fragment, spec=manifest.codec_up, out=room_N)
+            delta_N = self._decode(frame, fragment, out=room_N)
         except (FrameError, BlobError) as exc:
             raise MergeError(f"contribution of {each.peer[:8]}: {exc}", each.peer) from exc
         if each.scale != 1.0:
             delta_N.mul_(each.scale)
         try:
-            if manifest.sync.late_form == "base-relative":
+            if late_form == "base-relative":
                 return merging.add_delta(delta_N, each.weight)
             drift_N = self._drift(each, order)
             merging.add(outer_gradient(delta_N, form="paper", drift=drift_N), each.weight)

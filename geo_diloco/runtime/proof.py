@@ -30,6 +30,7 @@ class Authority:
     branch: BranchId
     rosters: list[tuple[Seq, Roster]]
     """From which entry on each was in force, oldest first."""
+    founder: PeerId
     opened: dict[Term, Opened] = field(default_factory=dict)
     _last: tuple[Term, Seq] = (Term(0), Seq(0))
 
@@ -81,7 +82,7 @@ def read_proof(entries: Sequence[Signed], *, run: RunId, founder: PeerId) -> Aut
     first = open_entry(entries[0])
     if not isinstance(first, Found) or entries[0].signer != founder or first.header.run != run or not first.roster:
         raise _wrong(entries[0], "it does not begin with the founder's `found` of this run")
-    authority = Authority(first, BranchId(entries[0].digest), [(first.header.seq, first.roster)])
+    authority = Authority(first, BranchId(entries[0].digest), [(first.header.seq, first.roster)], founder)
     for signed in entries[1:]:
         authority.add(signed, open_entry(signed))
     return authority
@@ -96,6 +97,10 @@ def check_snapshot(signed: Signed, snapshot: Snapshot, authority: Authority) -> 
     shown = authority.found.header.run, authority.branch, opened, authority.roster_at(snapshot.seq)
     if said != shown:
         raise _wrong(signed, "a snapshot that names another run, branch, syncer or roster than the proof")
+    numbers = [each.number for each in snapshot.amended]
+    strange = [each for each in snapshot.amended if each.owner != authority.founder or each.seq > snapshot.seq]
+    if strange or numbers != sorted(set(numbers)):
+        raise _wrong(signed, "a snapshot with amendments that the run's owner did not order")
     parts = {len(part) for part in (snapshot.heads, snapshot.theta, snapshot.momentum, snapshot.num_elements)}
     if len(parts) != 1 or len(snapshot.tokens_per_fragment) not in parts:
         raise _wrong(signed, "a snapshot whose parts don't fit together")

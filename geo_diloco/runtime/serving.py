@@ -185,14 +185,14 @@ class Serving:
         self._is_checking = False
 
     async def _check(self, effect: CheckContribution) -> None:
-        p = self._p
+        p, codecs = self._p, self._p.driver.core.codecs_up
 
         def check() -> ContributionChecked:
             try:
                 frame = p.store.get(effect.blob)
             except BlobError as exc:
                 return ContributionChecked(effect.id, False, str(exc), 0.0)
-            return p.outer.check(effect, frame, p.manifest)
+            return p.outer.check(effect, frame, codecs)
 
         event = await p.worker.call(check)
         p.counters.up_bytes += effect.blob.size

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from geo_diloco.errors import BlobError, DigestMismatch, LocalProtocolError, RemoteProtocolError
 from geo_diloco.manifest import BranchId, Digest, FragmentId, RunId, Seq, Term, Version
+from geo_diloco.protocol.amendments import Amended
 from geo_diloco.protocol.election.ballots import Elector, Opened
 from geo_diloco.protocol.events import SnapshotLoaded
 from geo_diloco.protocol.ledger import Ledger
@@ -53,6 +54,7 @@ class Standing:
     roster: tuple[Elector, ...]
     roster_seq: Seq
     opened: Opened
+    amended: tuple[Amended, ...]
     num_commits: int
 
 
@@ -74,6 +76,7 @@ def standing_of(ledger: Ledger, digest_at: Callable[[Seq], Digest | None]) -> St
         roster=ledger.roster,
         roster_seq=ledger.roster_seq,
         opened=ledger.opened,
+        amended=ledger.amended,
         num_commits=ledger.num_commits,
     )
     if ledger.finished is None:
@@ -162,6 +165,7 @@ class SnapshotShelf:
             roster=standing.roster,
             roster_seq=standing.roster_seq,
             opened=standing.opened,
+            amended=standing.amended,
         )
         now = self._clock()
         kept = Kept(snapshot, seal_snapshot(snapshot, self._identity), now, now)
@@ -275,6 +279,7 @@ def loaded_from(snapshot: Snapshot, *, whole_chain: bool) -> SnapshotLoaded:
         roster_seq=snapshot.roster_seq,
         opened=snapshot.opened,
         whole_chain=whole_chain,
+        amended=snapshot.amended,
     )
 
 

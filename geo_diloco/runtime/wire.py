@@ -26,12 +26,13 @@ from pydantic_core import PydanticSerializationError
 
 from geo_diloco.errors import LocalProtocolError, RemoteProtocolError
 from geo_diloco.manifest import WIRE_VERSION, BootId, BranchId, Digest, PeerId, RunId, Seq
+from geo_diloco.protocol.amendments import AmendmentOrder
 from geo_diloco.protocol.election.ballots import ELECTORS_MAX, Head, SignedVote, Vote
-from geo_diloco.protocol.messages import Entry, Envelope, Open, Snapshot
+from geo_diloco.protocol.messages import Amendment, Entry, Envelope, Open, Snapshot
 from geo_diloco.runtime.identity import Identity, verify
 
 T = TypeVar("T")
-Purpose = Literal["entry", "snapshot", "envelope", "order"]
+Purpose = Literal["entry", "snapshot", "envelope", "order", "amendment"]
 
 MESSAGE_BYTES_MAX = 1 << 20
 """Of an envelope's body."""
@@ -42,8 +43,9 @@ INTEGER_MAX = (1 << 53) - 1
 TEXT_CHARACTERS_MAX = 4096
 """Of one free-text field."""
 
-ORDER_BYTES_MAX = 4096
-"""Of an owner's order to its own peer."""
+ORDER_BYTES_MAX = 8192
+"""Of an owner's order to a peer; it may hold an amendment as signed."""
+AMENDMENT_BYTES_MAX = 2048
 
 _LINE_OVERHEAD = 1024
 MESSAGE_LINE_BYTES_MAX = 2 * MESSAGE_BYTES_MAX + _LINE_OVERHEAD
@@ -56,6 +58,7 @@ _BYTES_MAX: dict[str, int] = {
     "snapshot": ENTRY_BYTES_MAX,
     "envelope": MESSAGE_BYTES_MAX,
     "order": ORDER_BYTES_MAX,
+    "amendment": AMENDMENT_BYTES_MAX,
 }
 
 
@@ -103,7 +106,18 @@ def open_entry(signed: Signed) -> Entry:
             raise RemoteProtocolError(f"`open` entry with {len(entry.votes)} votes", peer=signed.signer)
         for vote in entry.votes:
             _check_vote(entry, vote)
+    elif isinstance(entry, Amendment):
+        header = entry.header
+        wanted = AmendmentOrder(run=header.run, branch=header.branch, number=entry.number, changes=entry.changes)
+        _check_order(entry.order, entry.owner, wanted, signed.signer)
     return entry
+
+
+def _check_order(order: str, owner: PeerId, wanted: AmendmentOrder, shown_by: PeerId) -> None:
+    """An amendment is what its owner signed, for this run and branch."""
+    said, signer = open_amendment(order)
+    if signer != owner or said != wanted:
+        raise RemoteProtocolError(f"amendment {wanted.number} is not what its owner signed", peer=shown_by)
 
 
 def _check_vote(entry: Open, vote: SignedVote) -> None:
@@ -124,7 +138,12 @@ def seal_snapshot(snapshot: Snapshot, identity: Identity) -> Signed:
 
 
 def open_snapshot(signed: Signed) -> Snapshot:
-    return _open(_SNAPSHOT, signed, "snapshot")
+    """Verified, with the owner's orders that it shows."""
+    snapshot = _open(_SNAPSHOT, signed, "snapshot")
+    for each in snapshot.amended:
+        wanted = AmendmentOrder(run=snapshot.run, branch=each.branch, number=each.number, changes=each.changes)
+        _check_order(each.order, each.owner, wanted, signed.signer)
+    return snapshot
 
 
 def seal_envelope(envelope: Envelope, identity: Identity) -> str:
@@ -144,14 +163,16 @@ def open_envelope(text: str | bytes | Signed) -> Envelope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What the owner of a peer, who has its key, wants of the running process."""
+    """What an owner wants of a running process: of his own peer, whose key he has, or of whoever serves his run."""
 
     run: RunId
     nonce: str
     """Of this one occasion, chosen by the peer: an order can't be given twice."""
-    wish: Literal["hand_over"]
-    to: PeerId | None
-    """To whom; to whoever is best placed if none is named."""
+    wish: Literal["hand_over", "amend"]
+    to: PeerId | None = None
+    """To whom to hand over; to whoever is best placed if none is named."""
+    amendment: str = ""
+    """To be appended: an order for the chain (`seal_amendment`), as signed."""
 
 
 def seal_order(order: Order, identity: Identity) -> str:
@@ -162,6 +183,16 @@ def open_order(text: str | bytes) -> tuple[Order, PeerId]:
     """Verified, and who signed it."""
     signed = Signed.from_line(text)
     return _open(_ORDER, signed, "order"), signed.signer
+
+
+def seal_amendment(order: AmendmentOrder, identity: Identity) -> str:
+    return _seal(_AMENDMENT, order, identity, "amendment").to_line()
+
+
+def open_amendment(text: str) -> tuple[AmendmentOrder, PeerId]:
+    """Verified, and who signed it."""
+    signed = Signed.from_line(text)
+    return _open(_AMENDMENT, signed, "amendment"), signed.signer
 
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
@@ -182,6 +213,7 @@ _ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="k
 _SNAPSHOT: TypeAdapter[Snapshot] = TypeAdapter(Snapshot)
 _ENVELOPE: TypeAdapter[Envelope] = TypeAdapter(Envelope)
 _ORDER: TypeAdapter[Order] = TypeAdapter(Order)
+_AMENDMENT: TypeAdapter[AmendmentOrder] = TypeAdapter(AmendmentOrder)
 
 
 def _signed_bytes(purpose: Purpose, body: bytes) -> bytes:

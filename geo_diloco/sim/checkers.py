@@ -6,6 +6,7 @@ AssertionError at the very event that breaks its rule.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from geo_diloco.manifest import Digest, FragmentId
 from geo_diloco.protocol.effects import Effect, PersistAccounts, TokensDropped, TokensMerged
 from geo_diloco.protocol.election.ballots import Elector
 from geo_diloco.protocol.events import Event, Resumed
-from geo_diloco.protocol.messages import Commit, Entry, Finished, Found, Open, RosterChange
+from geo_diloco.protocol.messages import Amendment, Commit, Entry, Finished, Found, Open, RosterChange
 from geo_diloco.sim.fakes import SignedEntry
 from geo_diloco.sim.process import Process
 from geo_diloco.sim.work import TOLERANCE, StepKey
@@ -123,10 +124,15 @@ class LeaseChecker(Watch):
 
 
 class CommitChecker(Watch):
-    """4 (as the chain claims it) and 5: ranges never overlap; K fresh participants, or the only-late rule's reason."""
+    """4 (as the chain claims it) and 5: ranges never overlap; K fresh participants, or the only-late rule's reason. A
+    commit goes by rules that were in force at some time since the fragment's last one. Progress never goes back."""
 
     def __init__(self, world: World) -> None:
         self._sync = world.plan.sync
+        first = {"quorum": world.plan.sync.quorum, "eta": world.rules.outer.eta, "mu": world.rules.outer.mu}
+        self._rules: list[list[dict[str, float]]] = [[first] for _ in world.plan.num_elements]
+        """Per fragment: those in force since its last commit, oldest first."""
+        self._progress = 0.0
         self._bases: dict[tuple[int, int], Digest] = {}
         self._until: dict[tuple[str, int], int] = defaultdict(int)
         self.participations: list[int] = []
@@ -138,8 +144,14 @@ class CommitChecker(Watch):
         entry = signed.entry
         if isinstance(entry, Found):
             self._bases = {(p, 0): signed.digest for p in range(len(entry.num_elements))}
+        if isinstance(entry, Amendment):
+            for rules in self._rules:
+                rules.append(
+                    rules[-1] | {name: entry.changes.given().get(name, old) for name, old in rules[-1].items()}
+                )
         if isinstance(entry, Commit):
             self._check(entry)
+            del self._rules[entry.fragment][:-1]
             self._bases[entry.fragment, entry.version] = signed.digest
             self.participations.append(len(entry.participants))
             self.times.append(self._clock.now)
@@ -158,9 +170,51 @@ class CommitChecker(Watch):
         current = self._bases[fragment, entry.version - 1]
         fresh = sum(each.base == current for each in listed)
         only_late = entry.close_reason.startswith("only late work") and fresh < len(listed)
-        assert len(listed) >= self._sync.quorum, f"{len(listed)} participants"
-        assert fresh >= self._sync.quorum or only_late, f"{fresh} fresh of {self._sync.quorum}: {entry.close_reason}"
+        rules = [each for each in self._rules[fragment] if (each["eta"], each["mu"]) == (entry.eta, entry.mu)]
+        assert rules, f"eta {entry.eta}, mu {entry.mu}, and in force were {self._rules[fragment]}"
+        quorum = min(each["quorum"] for each in rules)
+        assert len(listed) >= quorum, f"{len(listed)} participants"
+        assert fresh >= quorum or only_late, f"{fresh} fresh of {quorum}: {entry.close_reason}"
+        assert entry.progress >= self._progress - 1e-9, f"progress {entry.progress} after {self._progress}"
+        self._progress = entry.progress
         assert entry.quorum_wait_ms >= 0 and entry.grace_ms >= 0, "time went back"
+
+
+class RulesChecker(Watch):
+    """Everybody who holds the same chain has the same rules in force, also who began with a snapshot; the owner's
+    amendments are 1, 2, 3 along it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._seqs: list[int] = []
+        self._in_force: list[dict[str, object]] = [{}]
+        """Values that differ from the plan's, after each amendment."""
+        self._seen: dict[str, int] = {}
+        """By process start: how many amendments it was seen with."""
+
+    @property
+    def num_amendments(self) -> int:
+        return len(self._seqs)
+
+    def durable(self, process: Process, signed: SignedEntry) -> None:
+        entry = signed.entry
+        if not isinstance(entry, Amendment):
+            return
+        assert entry.number == len(self._seqs) + 1, f"amendment {entry.number} after {len(self._seqs)}"
+        assert entry.owner == self._world.hosts[0].peer, "amended by another"
+        self._seqs.append(entry.header.seq)
+        self._in_force.append(self._in_force[-1] | entry.changes.given())
+
+    def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
+        number = bisect_right(self._seqs, process.core.ledger.seq)
+        if self._seen.get(process.boot, 0) == number:
+            return
+        self._seen[process.boot] = number
+        rules = process.core.status(process.mono()).rules
+        sections = (rules.stop, rules.outer, rules.sync, rules)
+        for name, value in self._in_force[number].items():
+            held = next(getattr(section, name) for section in sections if hasattr(section, name))
+            assert held == value, f"host {process.host.index} goes by {name} {held}, in force is {value}"
 
 
 class WorkChecker(Watch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from geo_diloco.manifest import ElectionSpec, StopSpec, SyncSpec
+from geo_diloco.manifest import CodecSpec, ElectionSpec, StopSpec, SyncSpec
+from geo_diloco.protocol.amendments import Changes
 from geo_diloco.sim.plans import FOR_GOOD_MS, FOUNDER, SYNCER, Fault, FaultKind, HostPlan, Odds, Plan
 
 SETTLED_MS = 8_000
@@ -41,7 +42,7 @@ def drawn_plan(seed: int, *, seconds: float = 60.0, num_hosts: tuple[int, int] =
         snapshot_every_ms=chance.choice((2_000, 7_000)),
         delay_ms=chance.choice(((1, 20), (1, 60), (20, 250))),
         transfer_ms=chance.choice(((5, 100), (5, 600), (300, 2_000))),
-        faults=_faults(chance, hosts, until_ms),
+        faults=(*_faults(chance, hosts, until_ms), *_amendments(seed, sync, seconds, until_ms)),
         odds=_odds(chance),
         faults_until_ms=until_ms,
         forgets_uploads=chance.random() < 0.5,
@@ -81,6 +82,22 @@ def _faults(chance: random.Random, hosts: tuple[HostPlan, ...], until_ms: int) -
         if len(learners) > 1:
             faults.append(Fault(kind="crash", at_ms=until_ms // 2, for_ms=FOR_GOOD_MS, host=learners[-1]))
     return tuple(faults)
+
+
+def _amendments(seed: int, sync: SyncSpec, seconds: float, until_ms: int) -> tuple[Fault, ...]:
+    """In one run of three the owner changes his mind, once or more."""
+    chance = random.Random(f"owner {seed}")
+    if chance.random() > 0.33:
+        return ()
+    wishes = (
+        Changes(quorum=1, grace=not sync.grace),
+        Changes(quorum=sync.quorum, eta=0.5, mu=0.25),
+        Changes(minutes=seconds / 60 * chance.choice((0.7, 1.0, 1.1)), grace_gamma=0.25),
+        Changes(commits=chance.choice((60, 300)), codec_up=CodecSpec(name="int8"), codec_down=CodecSpec(name="bf16")),
+        Changes(tokens=chance.choice((5_000, 50_000, 0)), minutes=seconds / 60),
+    )
+    times = sorted(chance.randrange(3_000, until_ms) for _ in range(chance.choice((1, 1, 2, 4))))
+    return tuple(Fault(kind="amend", at_ms=at_ms, for_ms=0, changes=chance.choice(wishes)) for at_ms in times)
 
 
 def _odds(chance: random.Random) -> Odds:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from geo_diloco.manifest import ElectionSpec, EvalSpec, StopSpec, SyncSpec
+from geo_diloco.protocol.amendments import Changes
 
 FOR_GOOD_MS = 10**9
 
 FaultKind = Literal[
-    "crash", "lose disk", "freeze", "cut", "leave", "slow disk", "hand over", "cut apart", "unreachable"
+    "crash", "lose disk", "freeze", "cut", "leave", "slow disk", "hand over", "cut apart", "unreachable", "amend"
 ]
 SYNCER = -1
 """As `host` of a fault: whoever is syncer then."""
@@ -39,6 +40,8 @@ class Fault:
     host: int = SYNCER
     side: tuple[int, ...] = ()
     """`cut apart`: hosts on one side; SYNCER may be one of them. All others are on the other."""
+    changes: Changes | None = None
+    """`amend`: what the run's owner wants."""
 
 
 @dataclass(frozen=True, kw_only=True)

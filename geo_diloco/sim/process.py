@@ -418,6 +418,7 @@ class Process:
             roster_seq=ledger.roster_seq,
             opened=ledger.opened,
             whole_chain=self.host.plan.serves,
+            amended=ledger.amended,
         )
 
 

@@ -12,6 +12,7 @@ from geo_diloco.sim.checkers import (
     CommitChecker,
     DurableChecker,
     LeaseChecker,
+    RulesChecker,
     StateChecker,
     TokenChecker,
     WorkChecker,
@@ -44,6 +45,7 @@ class Outcome:
     num_events: int
     num_commits: int
     num_elections: int
+    num_amendments: int
     participants: tuple[int, ...] = field(default=())
     ended_at_ms: int = 0
     simulated_ms: int = 0
@@ -64,6 +66,7 @@ class Run:
         self.work = WorkChecker(self.world)
         self.states = StateChecker()
         self.tokens = TokenChecker(self.world)
+        self.rules = RulesChecker(self.world)
         self.world.watches = (
             self.appends,
             self.chain,
@@ -72,6 +75,7 @@ class Run:
             self.states,
             self.tokens,
             LeaseChecker(self.world),
+            self.rules,
         )
 
     @property
@@ -104,6 +108,7 @@ class Run:
             num_events=self.world.num_events,
             num_commits=len(self.commits.participations),
             num_elections=self.appends.num_opens,
+            num_amendments=self.rules.num_amendments,
             participants=tuple(self.commits.participations),
             ended_at_ms=ended_at,
             simulated_ms=clock.now,

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from geo_diloco.manifest import ElectionSpec, StopSpec, SyncSpec
+from geo_diloco.protocol.amendments import Changes
 from geo_diloco.sim.plans import FOR_GOOD_MS, FOUNDER, SYNCER, Fault, HostPlan, Odds, Plan
 from geo_diloco.sim.run import Outcome, Run, Violation
 
@@ -25,6 +26,7 @@ class Expected:
     commits: int
     gap_s: float | None = None
     participants: float | None = None
+    amendments: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ def _disappointment(outcome: Outcome, expected: Expected) -> str | None:
     mean = sum(outcome.participants) / max(1, len(outcome.participants))
     if expected.participants is not None and mean < expected.participants:
         return f"{mean:.2f} participants a round, expected {expected.participants} or more"
+    if outcome.num_amendments != expected.amendments:
+        return f"{outcome.num_amendments} amendments, expected {expected.amendments}"
     return None
 
 
@@ -93,6 +97,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         commits=expect["commits"],
         gap_s=expect.get("gap_s"),
         participants=expect.get("participants"),
+        amendments=expect.get("amendments", 0),
     )
     return Scenario(name=name, row=data["row"], plan=plan, expected=expected)
 
@@ -123,6 +128,7 @@ def _fault(data: Mapping[str, Any]) -> Fault:
         for_ms=int(data["for_s"] * 1000) if "for_s" in data else FOR_GOOD_MS,
         host=_index(data.get("host", "syncer")),
         side=tuple(_index(each) for each in data.get("side", ())),
+        changes=Changes(**data["changes"]) if "changes" in data else None,
     )
 
 

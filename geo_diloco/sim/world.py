@@ -20,6 +20,7 @@ from geo_diloco.sim.disk import Disk
 from geo_diloco.sim.fakes import LAYOUT, SignedEntry, fake_digest, fake_peer
 from geo_diloco.sim.liar import LIAR, Liar
 from geo_diloco.sim.network import Network
+from geo_diloco.sim.owner import Amender
 from geo_diloco.sim.plans import SYNCER, Fault, HostPlan, Plan
 from geo_diloco.sim.process import Process
 from geo_diloco.sim.work import Work
@@ -237,6 +238,9 @@ class World:
             case "hand over":
                 if process is not None:
                     process.handle(HandoverAsked(None))
+            case "amend":
+                assert fault.changes is not None
+                Amender(self, fault.changes).go()
 
     def _after(self, fault: Fault, host: Host, back: Callable[[], None]) -> None:
         """When it is over; what lasts beyond the faults is for good."""

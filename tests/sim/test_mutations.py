@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 
+from geo_diloco.protocol import amending as amending_module
+from geo_diloco.protocol import ledger as ledger_module
 from geo_diloco.protocol import open_rounds as open_rounds_module
 from geo_diloco.protocol import rounds as rounds_module
+from geo_diloco.protocol import serving as serving_module
 from geo_diloco.protocol.accounts import Account
+from geo_diloco.protocol.amending import Amending
 from geo_diloco.protocol.chain import Chain
 from geo_diloco.protocol.effects import Adopt, Reset, SeekSyncer
+from geo_diloco.protocol.election import validity as validity_module
 from geo_diloco.protocol.fold import Fold
 from geo_diloco.protocol.holdings import Holdings
 from geo_diloco.protocol.learner import Learner
@@ -29,6 +34,7 @@ from geo_diloco.protocol.serving import Serving
 from geo_diloco.protocol.syncer import Syncer
 from geo_diloco.sim.drawn import drawn_plan
 from geo_diloco.sim.run import Violation, simulate
+from geo_diloco.sim.scenarios import play, scenarios
 from tests.support.plans import fickle_plan, loss_plan, stormy_plan
 
 Patch = pytest.MonkeyPatch
@@ -249,6 +255,30 @@ def looks_for_no_other_syncer(patch: Patch) -> None:
     patch.setattr(Peer, "handle", handle)
 
 
+def forgets_amendments_in_the_next_term(patch: Patch) -> None:
+    patch.setattr(serving_module, "rules_at", lambda rules, amended: rules)
+
+
+def joins_without_what_was_amended(patch: Patch) -> None:
+    honest = Ledger.load
+
+    def load(self: Any, snapshot: Any) -> None:
+        honest(self, replace(snapshot, amended=()))
+
+    patch.setattr(Ledger, "load", load)
+
+
+def counts_no_amendments(patch: Patch) -> None:
+    """Whatever is ordered is the next one."""
+    patch.setattr(amending_module, "newest_number", lambda amended: 0)
+    patch.setattr(ledger_module, "newest_number", lambda amended: 0)
+    patch.setattr(validity_module, "_why_not_amendment", lambda entry, before, owner: None)
+
+
+def goes_on_by_the_rules_before_the_amendment(patch: Patch) -> None:
+    patch.setattr(Amending, "sealed", lambda self, entry: self.rules)
+
+
 FOUNDER_ALONE: list[tuple[Mutation, str]] = [
     (closes_below_quorum, "fresh of|participants"),
     (counts_late_work_towards_the_quorum, "fresh of"),
@@ -281,6 +311,14 @@ SWARM: list[tuple[Mutation, str]] = [
 ]
 
 
+AMENDED: list[tuple[Mutation, str]] = [
+    (forgets_amendments_in_the_next_term, "fresh of|participants|in force were"),
+    (joins_without_what_was_amended, "goes by|can't be folded"),
+    (counts_no_amendments, "amendment 1 after 1|amendments, expected 2"),
+    (goes_on_by_the_rules_before_the_amendment, "in force were|fresh of|participants"),
+]
+
+
 def names(mutations: list[tuple[Mutation, str]]) -> list[str]:
     return [each[0].__name__ for each in mutations]
 
@@ -306,6 +344,16 @@ def test_a_core_that_fails_when_another_serves_is_found_out(
         for seed in range(12):
             simulate(fickle_plan(seed))
             simulate(drawn_plan(seed))
+    assert re.search(complaint, what_broke(caught.value)), what_broke(caught.value)
+
+
+@pytest.mark.parametrize(("mutate", "complaint"), AMENDED, ids=names(AMENDED))
+def test_a_core_that_does_not_go_by_the_owners_word_is_found_out(
+    mutate: Mutation, complaint: str, monkeypatch: Patch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        play(scenarios()["amended"], seed=0)
     assert re.search(complaint, what_broke(caught.value)), what_broke(caught.value)
 
 

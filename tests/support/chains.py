@@ -5,11 +5,15 @@ The founder serves and is the only elector unless told otherwise; every elector 
 
 from __future__ import annotations
 
+from typing import Any
+
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, Seq, SyncSpec, Term, Version
+from geo_diloco.protocol.amendments import UNSTRETCHED, Changes
 from geo_diloco.protocol.election.ballots import Elector, Opened, PeerBoot, Roster, SignedVote
 from geo_diloco.protocol.events import EntryArrived, SnapshotLoaded
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import (
+    Amendment,
     BlobRef,
     Commit,
     Contribution,
@@ -170,6 +174,19 @@ class ChainBuilder:
         header = self.header()
         return self.add(Record(header=header, measured_seq=Seq(header.seq - 1), heldout_loss=loss))
 
+    def amendment(self, number: int = 1, owner: PeerId = FOUNDER, **changes: Any) -> EntryArrived:
+        """By the founder; progress goes on as if nothing had been done yet."""
+        return self.add(
+            Amendment(
+                header=self.header(),
+                owner=owner,
+                number=number,
+                changes=Changes(**changes),
+                stretch=UNSTRETCHED,
+                order=f"order {number}",
+            )
+        )
+
     def finished(self) -> EntryArrived:
         return self.add(Finished(header=self.header(), reason="enough", tokens_total=0))
 
@@ -199,6 +216,7 @@ class ChainBuilder:
             roster_seq=ledger.roster_seq,
             opened=ledger.opened,
             whole_chain=whole_chain,
+            amended=ledger.amended,
         )
 
 

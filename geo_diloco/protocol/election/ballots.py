@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, MonoMs, PeerId, Seq, Term, Version
+from geo_diloco.protocol.amendments import Changes
 
 ELECTORS_MAX = 7
 
@@ -118,6 +119,15 @@ class Use:
     base: Digest
 
 
+@dataclass(frozen=True, slots=True)
+class Amends:
+    """What an `amendment` says of the owner's order."""
+
+    owner: PeerId
+    number: int
+    changes: Changes
+
+
 EntryKind = Literal["found", "open", "commit", "roster", "reform", "amendment", "record", "finished"]
 
 
@@ -144,6 +154,8 @@ class EntryFacts:
     """Of a commit."""
     uses: tuple[Use, ...] = ()
     """Of a commit."""
+    amends: Amends | None = None
+    """In `amendment`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +168,8 @@ class Root:
     """In force at `head`."""
     roster_seq: Seq
     opened: Opened
+    amendments: int = 0
+    """Number of the newest before it."""
 
 
 # ---- ballots ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ class _Node:
     roster_seq: Seq
     opened: Opened | None
     """Of this entry's term; none between `found` or `reform` and the first `open`."""
+    amendments: int = 0
+    """Number of the newest up to here."""
     children: list[_Node] = field(default_factory=list)
     stored: bool = False
     complete: bool = False
@@ -153,7 +155,7 @@ class Forks:
             digest=root.head.digest,
             signer=root.opened.syncer,
         )
-        node = _Node(entry, None, root.head, root.branch, root.roster, root.roster_seq, root.opened)
+        node = _Node(entry, None, root.head, root.branch, root.roster, root.roster_seq, root.opened, root.amendments)
         node.stored = node.complete = self._cut = True
         self._nodes[entry.digest] = self._by_place[root.branch, rank.term, rank.seq] = node
         self._terms[root.branch, rank.term] = root.opened
@@ -210,7 +212,9 @@ class Forks:
             return None if founds else "found is the first entry, by the founder"
         if parent is None:
             return f"entry {entry.seq} continues what is not known here"
-        before = Before(parent.entry, parent.branch, parent.head.rank.lineage, parent.roster, parent.opened)
+        before = Before(
+            parent.entry, parent.branch, parent.head.rank.lineage, parent.roster, parent.opened, parent.amendments
+        )
         why_not = why_not_next(entry, before, self._owner) or self._why_not_uses(entry, parent)
         return why_not or self._why_not_begun(entry)
 
@@ -267,7 +271,10 @@ class Forks:
         else:
             roster, roster_seq = parent.roster, parent.roster_seq
         head = Head(Rank(lineage, entry.term, entry.seq), entry.digest)
-        node = _Node(entry, parent, head, branch, roster, roster_seq, opened)
+        amendments = 0 if parent is None else parent.amendments
+        if entry.amends is not None:
+            amendments = entry.amends.number
+        node = _Node(entry, parent, head, branch, roster, roster_seq, opened, amendments)
         self._nodes[entry.digest] = node
         self._by_place[branch, entry.term, entry.seq] = node
         if entry.opened is not None:

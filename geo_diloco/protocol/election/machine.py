@@ -437,6 +437,7 @@ class Election:
             durable_seq=self.durable_seq,
             roster=tuple(elector.peer for elector in forks.roster),
             follows=None if follows is None else follows.peer,
+            syncer=None if self.opened is None else (self.opened.syncer, self.opened.address),
             candidacy=self._candidacy.reason if self._books.me.may_serve else "not admitted as syncer",
             vote=self._elector.vote_reason if bound is None else f"no vote: {bound}",
             append="" if service is None else service.why_not_append(now) or "",

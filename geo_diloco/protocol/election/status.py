@@ -23,6 +23,8 @@ class ElectionStatus:
     durable_seq: Seq | None
     roster: tuple[PeerId, ...]
     follows: PeerId | None
+    syncer: tuple[PeerId, str] | None
+    """Who serves the newest term that counts, as its `open` proves, and its address."""
     candidacy: str
     """Why it asks, or does not."""
     vote: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from geo_diloco.manifest import BranchId, PeerId
+from geo_diloco.protocol.amendments import why_not_changes
 from geo_diloco.protocol.election.ballots import ELECTORS_MAX, EntryFacts, Opened, PeerBoot, Roster, majority
 
 
@@ -22,6 +23,8 @@ class Before:
     roster: Roster
     opened: Opened | None
     """Of its term; none between `found` or `reform` and the first `open`."""
+    amendments: int = 0
+    """Number of the newest."""
 
 
 def why_not_next(entry: EntryFacts, before: Before, owner: PeerId) -> str | None:
@@ -34,7 +37,10 @@ def why_not_next(entry: EntryFacts, before: Before, owner: PeerId) -> str | None
         return _why_not_reform(entry, before, owner)
     if entry.branch != before.branch:
         return f"branch {entry.branch[:12]}, not {before.branch[:12]}"
-    return _why_not_open(entry, before) if entry.kind == "open" else _why_not_served(entry, before)
+    if entry.kind == "open":
+        return _why_not_open(entry, before)
+    why_not = _why_not_served(entry, before)
+    return _why_not_amendment(entry, before, owner) if why_not is None and entry.kind == "amendment" else why_not
 
 
 def _why_not_reform(entry: EntryFacts, before: Before, owner: PeerId) -> str | None:
@@ -79,6 +85,16 @@ def _why_not_served(entry: EntryFacts, before: Before) -> str | None:
     if entry.kind == "roster":
         return why_not_next_roster(before.roster, entry.roster or (), entry.signer)
     return None
+
+
+def _why_not_amendment(entry: EntryFacts, before: Before, owner: PeerId) -> str | None:
+    """Who signed the order that it shows, the shell has verified."""
+    amends = entry.amends
+    if amends is None or amends.owner != owner:
+        return "an amendment is ordered by the run's owner"
+    if amends.number != before.amendments + 1:
+        return f"amendment {amends.number} does not follow {before.amendments}"
+    return why_not_changes(amends.changes)
 
 
 def why_not_next_roster(old: Roster, new: Roster, syncer: PeerId) -> str | None:

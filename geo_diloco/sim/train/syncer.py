@@ -143,7 +143,7 @@ class SyncerProcess(Process):
         if frame is None:
             self.handle(ContributionChecked(effect.id, False, "not held any more", 0.0))
         else:
-            self.handle(self.outer.check(effect, frame, self.world.manifest))
+            self.handle(self.outer.check(effect, frame, self.core.codecs_up))
 
     def _merge(self, effect: Merge) -> None:
         try:
@@ -187,6 +187,7 @@ class SyncerProcess(Process):
             roster=ledger.roster,
             roster_seq=ledger.roster_seq,
             opened=ledger.opened,
+            amended=ledger.amended,
         )
 
     def theta(self, fragment: FragmentId) -> bytes:

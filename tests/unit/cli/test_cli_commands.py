@@ -40,6 +40,7 @@ STATUS: dict[str, Any] = {
     "tokens_total": 1000,
     "commits": 5,
     "progress": 0.25,
+    "rules": {"quorum": {"value": 2, "amended_at": 41}, "eta": {"value": 0.7, "amended_at": None}},
     "learners": [
         {
             "peer": "cd" * 32,
@@ -105,6 +106,12 @@ class FakeNode:
         self.calls.append(("hand over", run_dir, to))
         return "handed over"
 
+    def amend(self, run: str, settings: list[str], *, key: Path | None, wait: bool) -> dict[str, Any]:
+        self.calls.append(("amend", run, settings, key, wait))
+        rules = {"quorum": {"value": 2, "amended_at": 41}, "grace": {"value": False, "amended_at": 41}}
+        rules |= {"eta": {"value": 0.7, "amended_at": None}, "minutes": {"value": 90.0, "amended_at": 7}}
+        return {"number": 3, "given": ["quorum"], "rules": rules if wait else None}
+
     def run_follower(self, invite: Invite, config: PeerConfig) -> int:
         self.calls.append(("follower", invite, config))
         return self.exit_status
@@ -131,7 +138,17 @@ def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
     fake = FakeNode()
     module = types.ModuleType("geo_diloco.node")
     loop = types.ModuleType("geo_diloco.training.loop")
-    for name in ("run_founder", "run_follower", "run_standby", "hand_over", "fetch_status", "join", "export", "replay"):
+    for name in (
+        "run_founder",
+        "run_follower",
+        "run_standby",
+        "hand_over",
+        "amend",
+        "fetch_status",
+        "join",
+        "export",
+        "replay",
+    ):
         setattr(module, name, getattr(fake, name))
     loop.train = lambda peer: fake.calls.append(("train", peer))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "geo_diloco.node", module)
@@ -227,6 +244,18 @@ def test_join_without_training_follows(node: FakeNode) -> None:
 def test_join_without_training_under_an_address_stands_by(node: FakeNode) -> None:
     run("join", LOCAL.to_string(), "--no-train", "--announce", "127.0.0.1:5")
     assert node.calls == [("standby", LOCAL, PeerConfig(announce="127.0.0.1:5"))]
+
+
+def test_amend_says_what_is_in_force_since_when(node: FakeNode) -> None:
+    result = run("amend", "a-run", "--set", "quorum=2", "--set", "grace=off", "--key", "k.pem")
+    assert node.calls == [("amend", "a-run", ["quorum=2", "grace=off"], Path("k.pem"), True)]
+    assert result.stdout.splitlines() == [
+        "amendment 3 is in force:",
+        "quorum 2 (amended at seq 41)",
+        "grace off (amended at seq 41)",
+        "minutes 90 (amended at seq 7)",
+    ]
+    assert "amendment 3 is being appended" in run("amend", "a-run", "--set", "quorum=2", "--no-wait").stdout
 
 
 def test_handover_names_the_folder_and_whom(node: FakeNode) -> None:

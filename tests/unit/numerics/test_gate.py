@@ -31,14 +31,22 @@ def test_a_good_contribution_passes_with_the_norm_of_the_whole_delta() -> None:
         ({"num_elements": 4}, "GD-303 3 elements: fragment 2 has 4"),
         ({"fragment": 0}, "GD-306 made for fragment 2"),
         ({"layout_digest": Digest("00" * 32)}, "GD-306 made for layout 0123456789ab"),
-        ({"spec": INT8}, "GD-306 codec none with block 0: int8 with block 64 was agreed"),
+        ({"specs": (INT8,)}, "GD-306 codec none with block 0: int8 with block 64 was agreed"),
     ],
 )
 def test_a_contribution_for_something_else_is_refused_by_name(wanted: dict[str, Any], reason: str) -> None:
-    arguments: dict[str, Any] = {"num_elements": 3, "layout_digest": LAYOUT, "fragment": 2, "spec": None}
+    arguments: dict[str, Any] = {"num_elements": 3, "layout_digest": LAYOUT, "fragment": 2}
     result = check_contribution(frame(), **(arguments | wanted))
     assert not result.ok and result.norm == 0.0
     assert result.reason.startswith(reason)
+
+
+def test_a_contribution_may_be_in_any_codec_that_was_agreed() -> None:
+    wanted: dict[str, Any] = {"num_elements": 3, "layout_digest": LAYOUT, "fragment": 2}
+    assert check_contribution(frame(), specs=(INT8, CodecSpec(name="none")), **wanted).ok
+    int8 = encode(torch.ones(3), CodecSpec(name="int8", block=128), layout_digest=LAYOUT, fragment=2)
+    assert check_contribution(int8, specs=(CodecSpec(name="int8", block=128), INT8), **wanted).ok
+    assert not check_contribution(int8, specs=(INT8, CodecSpec(name="none")), **wanted).ok
 
 
 def test_damaged_bytes_are_refused_not_raised() -> None:

@@ -180,6 +180,7 @@ class RememberingPort:
     links: list[ControlLink] = field(default_factory=list)
     heard: list[Envelope] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
+    runs_owner: PeerId = PEER
     entries_heard: list[Signed] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     admits: Callable[[str, str, PeerId], bool] = lambda proof, nonce, peer: True
@@ -196,6 +197,10 @@ class RememberingPort:
 
     def status(self) -> dict[str, Any]:
         return {"name": "run", "role": self.role}
+
+    @property
+    def owner(self) -> PeerId:
+        return self.runs_owner
 
     def order(self, order: Order) -> str:
         self.orders.append(order)

@@ -11,13 +11,14 @@ import pytest
 
 from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import BootId, BranchId, Digest, MonoMs, RunId, Seq, Term
+from geo_diloco.protocol.amendments import UNSTRETCHED, Amended, AmendmentOrder, Changes
 from geo_diloco.protocol.election.ballots import Append, Elector, Head, PeerBoot, Rank, SignedVote, Vote
 from geo_diloco.protocol.messages import EntryHeader, Envelope, Found, Message, Open, Record, RosterChange
 from geo_diloco.runtime.chain import ChainCopy, counting_chain
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.proof import check_snapshot, read_proof
 from geo_diloco.runtime.store import ChainStore
-from geo_diloco.runtime.wire import Signed, open_entry, seal_entry, seal_envelope, seal_snapshot
+from geo_diloco.runtime.wire import Signed, open_entry, seal_amendment, seal_entry, seal_envelope, seal_snapshot
 
 from .samples import BOOT, D1, D2, RUN, snapshot
 
@@ -159,6 +160,41 @@ def test_a_snapshot_is_believed_if_the_syncer_of_its_term_signed_it() -> None:
     ):
         with pytest.raises(RemoteProtocolError):
             check_snapshot(seal_snapshot(lie, signer), lie, authority)
+
+
+def test_a_snapshot_shows_the_owners_amendments_and_no_others() -> None:
+    chain = handed_over()
+    authority = read_proof(chain.entries, run=RUN, founder=FOUNDER.peer_id)
+    seq, roster = authority.roster_at(Seq(3))
+    plain = replace(
+        snapshot(),
+        branch=chain.branch,
+        term=Term(2),
+        roster=roster,
+        roster_seq=seq,
+        opened=authority.opened[Term(2)],
+    )
+    first, second = amended(FOUNDER, 1, chain.branch), amended(FOUNDER, 2, chain.branch)
+    honest = replace(plain, amended=(first, second))
+    check_snapshot(seal_snapshot(honest, SECOND), honest, authority)
+    for lie in ((amended(SECOND, 1, chain.branch),), (second, first), (first, first), (replace(first, seq=Seq(9)),)):
+        shown = replace(plain, amended=lie)
+        with pytest.raises(RemoteProtocolError, match="did not order"):
+            check_snapshot(seal_snapshot(shown, SECOND), shown, authority)
+
+
+def amended(owner: Identity, number: int, branch: BranchId) -> Amended:
+    changes = Changes(quorum=number)
+    order = AmendmentOrder(run=RUN, branch=branch, number=number, changes=changes)
+    return Amended(
+        seq=Seq(number),
+        branch=branch,
+        owner=owner.peer_id,
+        number=number,
+        changes=changes,
+        stretch=UNSTRETCHED,
+        order=seal_amendment(order, owner),
+    )
 
 
 # ---- votes in `open`

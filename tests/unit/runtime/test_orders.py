@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from geo_diloco.errors import RemoteProtocolError
+from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import RunId
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import TransferRefused, give_order
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.runtime.wire import Order, Signed, open_order, seal_envelope, seal_order
 
-from .samples import RUN, Served, envelope, hello, served
+from .samples import RUN, RememberingPort, Served, envelope, hello, served
 
 ORDER = Order(run=RUN, nonce="n", wish="hand_over", to=None)
 
@@ -66,6 +66,41 @@ def test_nobody_else_is(tmp_path: Path) -> None:
         with pytest.raises(TransferRefused):
             await give_order(it.session, it.url, twice)
         assert len(it.port.orders) == 1
+
+    with_server(tmp_path, talk)
+
+
+def test_what_the_runs_owner_orders_a_syncers_own_key_can_not(tmp_path: Path) -> None:
+    owner = Identity.generate()
+
+    async def talk(it: Served) -> None:
+        it.port.runs_owner = owner.peer_id
+        wish = replace(ORDER, wish="amend", amendment="as signed")
+        for key, order in ((it.identity, wish), (owner, ORDER)):
+            with pytest.raises(TransferRefused, match="signed by another key"):
+                await give_order(it.session, it.url, lambda n, o=order, k=key: seal_order(replace(o, nonce=n), k))
+        assert it.port.orders == []
+        await give_order(it.session, it.url, lambda nonce: seal_order(replace(wish, nonce=nonce), owner))
+        assert [(order.wish, order.amendment) for order in it.port.orders] == [("amend", "as signed")]
+
+    with_server(tmp_path, talk)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(RefusedError("no"), TransferRefused), (TransferError("elsewhere"), TransferError)]
+)
+def test_an_order_that_can_not_be_followed_is_answered_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, seen: type[Exception]
+) -> None:
+    def refuse(self: RememberingPort, order: Order) -> str:
+        raise raised
+
+    monkeypatch.setattr(RememberingPort, "order", refuse)
+
+    async def talk(it: Served) -> None:
+        with pytest.raises(seen, match=str(raised)) as caught:
+            await give_order(it.session, it.url, lambda n: seal_order(replace(ORDER, nonce=n), it.identity))
+        assert type(caught.value) is seen
 
     with_server(tmp_path, talk)
 

@@ -10,7 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geo_diloco.errors import LocalProtocolError, RemoteProtocolError
-from geo_diloco.manifest import WIRE_VERSION, Digest, FragmentId, MonoMs, PeerId, Seq, Term, Version
+from geo_diloco.manifest import (
+    WIRE_VERSION,
+    BranchId,
+    CodecSpec,
+    Digest,
+    FragmentId,
+    MonoMs,
+    PeerId,
+    RunId,
+    Seq,
+    Term,
+    Version,
+)
+from geo_diloco.protocol.amendments import UNSTRETCHED, Amended, AmendmentOrder, Changes
 from geo_diloco.protocol.election.ballots import (
     NO_HEAD,
     NO_RANK,
@@ -30,6 +43,7 @@ from geo_diloco.protocol.election.ballots import (
 )
 from geo_diloco.protocol.messages import (
     Allotment,
+    Amendment,
     BlobRef,
     Contribution,
     ContributionId,
@@ -49,9 +63,10 @@ from geo_diloco.runtime import wire
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.wire import Signed
 
-from .samples import BOOT, D1, D2, RUN, commit, envelope, header, hello, opening, record, snapshot
+from .samples import BOOT, BRANCH, D1, D2, RUN, commit, envelope, header, hello, opening, record, snapshot
 
-ME, OTHER = Identity.generate(), Identity.generate()
+ME, OTHER, OWNER = Identity.generate(), Identity.generate(), Identity.generate()
+CHANGES = Changes(quorum=2, grace=False, minutes=2.5, codec_up=CodecSpec(name="int8"))
 CONTRIBUTION_ID = ContributionId(ME.peer_id, FragmentId(1), D1, 48)
 HEAD = Head(Rank(0, Term(2), Seq(7)), D1)
 BALLOTS: list[Message] = [
@@ -128,7 +143,7 @@ def test_every_entry_arrives_as_it_was_sealed() -> None:
         roster=(Elector(ME.peer_id, "ab", "machine"),),
     )
     finished = Finished(header=header(), reason="tokens", tokens_total=5)
-    for entry in (found, opening(ME.peer_id), commit(ME.peer_id), record(1, D1), finished):
+    for entry in (found, opening(ME.peer_id), commit(ME.peer_id), record(1, D1), amendment(), finished):
         signed = wire.seal_entry(entry, ME)
         again = Signed.from_line(signed.to_line())
         assert wire.open_entry(again) == entry
@@ -200,6 +215,68 @@ def test_an_envelope_is_signed_by_its_sender() -> None:
 def test_an_open_entry_is_signed_by_the_syncer_it_names() -> None:
     with pytest.raises(RemoteProtocolError, match="another syncer"):
         wire.open_entry(wire.seal_entry(opening(OTHER.peer_id), ME))
+
+
+# ---- the owner's orders
+
+
+def order(owner: Identity = OWNER, **changed: Any) -> str:
+    plain = AmendmentOrder(run=RUN, branch=BRANCH, number=1, changes=CHANGES)
+    return wire.seal_amendment(replace(plain, **changed), owner)
+
+
+def amendment(**changed: Any) -> Amendment:
+    """As a syncer appends it, with what the owner signed."""
+    plain = Amendment(
+        header=header(), owner=OWNER.peer_id, number=1, changes=CHANGES, stretch=UNSTRETCHED, order=order()
+    )
+    return replace(plain, **changed)
+
+
+def of_another_purpose() -> str:
+    text = Signed.from_line(order()).body
+    return sealed_text(text, purpose="order", signer=OWNER).to_line()
+
+
+FORGED: dict[str, Amendment] = {
+    "another owner": amendment(owner=ME.peer_id),
+    "another number": amendment(number=2),
+    "other changes": amendment(changes=Changes(quorum=3)),
+    "more changes": amendment(changes=replace(CHANGES, eta=0.1)),
+    "another run": amendment(header=header(run=RunId("9" * 40))),
+    "another branch": amendment(header=replace(header(), branch=BranchId("9" * 64))),
+    "an order of another run": amendment(order=order(run=RunId("9" * 40))),
+    "an order of another branch": amendment(order=order(branch=BranchId("9" * 64))),
+    "an order by its syncer": amendment(order=order(owner=ME)),
+    "another purpose": amendment(order=of_another_purpose()),
+    "no order": amendment(order=""),
+    "not an order": amendment(order="nonsense"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_no_syncer_can_invent_an_amendment(name: str) -> None:
+    signed = wire.seal_entry(FORGED[name], ME)
+    with pytest.raises(RemoteProtocolError):
+        wire.open_entry(signed)
+
+
+def test_a_snapshot_shows_what_the_owner_signed() -> None:
+    shown = Amended(
+        seq=Seq(2),
+        branch=BRANCH,
+        owner=OWNER.peer_id,
+        number=1,
+        changes=CHANGES,
+        stretch=UNSTRETCHED,
+        order=order(),
+    )
+    honest = replace(snapshot(), amended=(shown,))
+    assert wire.open_snapshot(wire.seal_snapshot(honest, ME)) == honest
+    for change in ({"number": 2}, {"owner": ME.peer_id}, {"changes": Changes(quorum=3)}, {"order": order(owner=ME)}):
+        forged = replace(honest, amended=(replace(shown, **change),))
+        with pytest.raises(RemoteProtocolError, match="not what its owner signed"):
+            wire.open_snapshot(wire.seal_snapshot(forged, ME))
 
 
 # ---- malformed bodies, properly signed

@@ -315,6 +315,7 @@ def standing(it: Peer, version: int, head: Commit | None) -> Standing:
         roster=(),
         roster_seq=Seq(0),
         opened=Opened(ME.peer_id, BOOT, "", ()),
+        amended=(),
         num_commits=version,
     )
 
@@ -370,6 +371,7 @@ def snapshot_of(it: Peer, commits: list[Commit]) -> Snapshot:
         roster=(),
         roster_seq=Seq(0),
         opened=Opened(ME.peer_id, BOOT, "", ()),
+        amended=(),
     )
 
 

@@ -40,11 +40,11 @@ class Blobs:
     def read(self, blob: BlobRef) -> bytes:
         return self.frames[blob]
 
-    def order(self, version: int = 1, base: int = 0) -> Merge:
+    def order(self, version: int = 1, base: int = 0, codec: CodecSpec = MANIFEST.codec_down) -> Merge:
         inputs = tuple(
             MergeInput(peer, blob, Version(base), 1.0) for peer, blob in zip((A, B), self.frames, strict=False)
         )
-        return Merge(P0, 1, 0, Version(version), inputs, 0.7, 0.5)
+        return Merge(P0, 1, 0, Version(version), inputs, 0.7, 0.5, codec)
 
 
 def some_blobs() -> Blobs:
@@ -130,20 +130,19 @@ def test_rbar_is_the_plain_mean_of_norms_and_rho_of_a_repeated_update_is_one() -
 
 
 def test_late_work_in_the_papers_form_is_measured_against_theta_now() -> None:
-    paper = dataclasses.replace(
-        MANIFEST, sync=SyncSpec(num_fragments=1, late_form="paper", merge="mean"), codec_down=CodecSpec(name="none")
-    )
+    exact = CodecSpec(name="none")
+    paper = dataclasses.replace(MANIFEST, sync=SyncSpec(num_fragments=1, late_form="paper", merge="mean"))
     outer, blobs = state(updates_kept=4), Blobs(torch.ones(N))
-    outer.merge(blobs.order(), blobs.read, paper)
+    outer.merge(blobs.order(codec=exact), blobs.read, paper)
     before = outer.theta(P0)
     outer.commit(P0, Version(1))
     moved = outer.theta(P0) - before
     fresh = state(updates_kept=4)
-    fresh.merge(blobs.order(), blobs.read, paper)
+    fresh.merge(blobs.order(codec=exact), blobs.read, paper)
     fresh.commit(P0, Version(1))
-    fresh.merge(blobs.order(2, 1), blobs.read, paper)
+    fresh.merge(blobs.order(2, 1, exact), blobs.read, paper)
     fresh.commit(P0, Version(2))
-    outer.merge(blobs.order(2, 0), blobs.read, paper)
+    outer.merge(blobs.order(2, 0, exact), blobs.read, paper)
     outer.commit(P0, Version(2))
     # g differs by the drift, and Nesterov's first use of it has weight eta * (1 + mu).
     assert torch.allclose(fresh.theta(P0) - outer.theta(P0), 0.7 * 1.5 * moved, atol=1e-5)

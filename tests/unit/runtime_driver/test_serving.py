@@ -43,6 +43,7 @@ class Core:
     """Remembers what it is told and asks for nothing."""
 
     deadline = None
+    codecs_up = (UP,)
 
     def __init__(self) -> None:
         self.heard: list[Event] = []
@@ -168,7 +169,7 @@ class Syncer:
         return checked
 
     async def merge(self, blob: BlobRef) -> Merged:
-        self.do(Merge(P0, 1, 1, Version(1), (MergeInput(ANN, blob, Version(0), 1.0),), 0.7, 0.5))
+        self.do(Merge(P0, 1, 1, Version(1), (MergeInput(ANN, blob, Version(0), 1.0),), 0.7, 0.5, CodecSpec()))
         (merged,) = await self.core.wait_for(Merged)
         assert isinstance(merged, Merged)
         return merged
@@ -232,7 +233,7 @@ def test_an_outer_step_that_is_not_finite_is_blamed_on_the_longest_delta(tmp_pat
             MergeInput(PeerId(name * 64), it.store.put(frame_of(torch.full((N,), value))), Version(0), 1.0)
             for name, value in (("a", 1e-3), ("b", 3e38))
         ]
-        it.do(Merge(P0, 1, 1, Version(1), tuple(inputs), 0.7, 0.5))
+        it.do(Merge(P0, 1, 1, Version(1), tuple(inputs), 0.7, 0.5, CodecSpec()))
         (failed,) = await it.core.wait_for(MergeFailed)
         assert failed.culprit == "b" * 64 and "not finite" in failed.reason
 
@@ -242,7 +243,7 @@ def test_an_outer_step_that_is_not_finite_is_blamed_on_the_longest_delta(tmp_pat
 def test_a_shortened_delta_is_merged_shortened(tmp_path: Path) -> None:
     async def talk(it: Syncer) -> None:
         blob = it.store.put(frame_of(torch.full((N,), 1.0)))
-        it.do(Merge(P0, 1, 1, Version(1), (MergeInput(ANN, blob, Version(0), 1.0, 0.25),), 0.7, 0.5))
+        it.do(Merge(P0, 1, 1, Version(1), (MergeInput(ANN, blob, Version(0), 1.0, 0.25),), 0.7, 0.5, CodecSpec()))
         (merged,) = await it.core.wait_for(Merged)
         assert merged.rbar == pytest.approx(0.25 * N**0.5, rel=0.02)
 

@@ -67,6 +67,7 @@ class Shelved:
             roster=(Elector(ME.peer_id, "ab", "machine", "a:1"),),
             roster_seq=Seq(0),
             opened=Opened(ME.peer_id, BootId("3" * 16), "a:1", ()),
+            amended=(),
             num_commits=0,
         )
         return replace(made, **changed)

@@ -1,0 +1,147 @@
+"""The owner's amendments, from beside the run: from `--set NAME=VALUE` to a durable entry.
+
+The order is signed once and given to whoever serves until an entry with it is durable, whoever that is by then: what it
+is worth does not depend on who appends it, and its number sees to it that it happens once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from geo_diloco.config import changed_manifest
+from geo_diloco.errors import ConfigError, RefusedError, TransferError
+from geo_diloco.manifest import BranchId, CodecSpec, RunManifest
+from geo_diloco.node.owning import FIND_S, LOOK_S, Finder, Found, Owned, finding, owned, wait_syncer
+from geo_diloco.protocol.amendments import AMENDABLE, SECTIONS, AmendmentOrder, Changes
+from geo_diloco.runtime.session import Session, give_order
+from geo_diloco.runtime.wire import Order, seal_amendment, seal_order
+
+DURABLE_S = 120.0
+"""A hand-over or an election may be under way."""
+SWITCHES = {"on": True, "true": True, "off": False, "false": False}
+
+
+def amend(
+    where: str, settings: Sequence[str], *, key: Path | None = None, wait: bool = True, limit_s: float = FIND_S
+) -> dict[str, Any]:
+    """Order an amendment; returns the number, and what is in force as `status` says it, or none where it is not
+    waited for. `limit_s`: how long somebody who serves is looked for.
+
+    Raises UserError of some kind, DirectoryError, RefusedError or TransferError.
+    """
+    return asyncio.run(_amend(owned(where, key), settings, wait=wait, limit_s=limit_s))
+
+
+async def _amend(run: Owned, settings: Sequence[str], *, wait: bool, limit_s: float) -> dict[str, Any]:
+    wanted = [_named(each) for each in settings]
+    if not wanted:
+        raise ConfigError(f"nothing to amend: give --set NAME=VALUE; what can be amended is {', '.join(AMENDABLE)}")
+    async with finding(run) as finder:
+        syncer = await wait_syncer(finder, limit_s=limit_s)
+        assert finder.manifest is not None
+        if run.identity.peer_id != finder.manifest.founder:
+            raise ConfigError(f"the key given is not that of the run's owner, {finder.manifest.founder[:8]}")
+        if syncer.status.get("finished"):
+            raise ConfigError(
+                f"the run is finished ({syncer.status.get('finish_reason')}) and can't be amended any more"
+            )
+        changes = _changes(wanted, syncer.status, finder.manifest)
+        order = _order(run, syncer.status, changes)
+        signed = seal_amendment(order, run.identity)
+        await _give(finder.session, syncer, run, signed)
+        rules = await _wait_durable(finder, run, order, signed) if wait else None
+    return {"number": order.number, "given": list(changes.given()), "rules": rules}
+
+
+# ---- what is wanted ----------------------------------------------------------------------------------------------
+
+
+def _named(setting: str) -> tuple[str, str]:
+    """`sync.quorum=2` and `quorum=2` say the same."""
+    name, equals, text = setting.partition("=")
+    sections = {f"{section}.{each}": each for section, names in SECTIONS.items() for each in names}
+    sections |= {"codec.up": "codec_up", "codec.down": "codec_down"}
+    name = sections.get(name.strip(), name.strip())
+    if name not in AMENDABLE or not equals:
+        raise ConfigError(f"--set {setting}: only {', '.join(AMENDABLE)} can be amended, as NAME=VALUE")
+    return name, text.strip()
+
+
+def _changes(wanted: Sequence[tuple[str, str]], status: Mapping[str, Any], manifest: RunManifest) -> Changes:
+    """Checked as if the manifest had been written so. Raises ConfigError or ManifestError."""
+    rules = status["rules"]
+    values = {name: _value(name, text, rules) for name, text in wanted}
+    in_force = {name: _value(name, _text(rule["value"]), rules) for name, rule in rules.items()}
+    sections: dict[str, dict[str, Any]] = {
+        section: {name: (in_force | values)[name] for name in names} for section, names in SECTIONS.items()
+    }
+    for leg in ("codec_up", "codec_down"):
+        sections[leg] = dataclasses.asdict((in_force | values)[leg])
+    plain = dataclasses.replace(manifest, founder="", nonce="")  # type: ignore[arg-type]
+    changed_manifest(plain, sections, source="--set")
+    return Changes(**values)
+
+
+def _text(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _value(name: str, text: str, rules: Mapping[str, Any]) -> Any:
+    kinds = {"commits": int, "tokens": int, "quorum": int}
+    try:
+        if name == "grace":
+            return SWITCHES[text.lower()]
+        if name.startswith("codec_"):
+            codec, _, block = text.partition(":")
+            return CodecSpec(name=codec, block=int(block or str(rules[name]["value"]).partition(":")[2]))  # type: ignore[arg-type]
+        return kinds.get(name, float)(text)
+    except (ValueError, KeyError) as exc:
+        wanted = "on or off" if name == "grace" else "a codec, as int8 or int8:64" if "codec" in name else "a number"
+        raise ConfigError(f"--set {name}={text}: {wanted} is wanted") from exc
+
+
+def _order(run: Owned, status: Mapping[str, Any], changes: Changes) -> AmendmentOrder:
+    amended = status.get("amended") or [{"number": 0}]
+    return AmendmentOrder(
+        run=run.run, branch=BranchId(status["branch"]), number=int(amended[-1]["number"]) + 1, changes=changes
+    )
+
+
+# ---- until it is in force ----------------------------------------------------------------------------------------
+
+
+async def _give(session: Session, to: Found, run: Owned, signed: str) -> None:
+    def order(nonce: str) -> str:
+        return seal_order(Order(run=run.run, nonce=nonce, wish="amend", amendment=signed), run.identity)
+
+    await give_order(session, to.url, order)
+
+
+async def _wait_durable(finder: Finder, run: Owned, order: AmendmentOrder, signed: str) -> Mapping[str, Any]:
+    """What is in force then. Whoever serves next is given the order again, if it does not know it."""
+    deadline = time.monotonic() + DURABLE_S
+    while time.monotonic() < deadline:
+        syncer = await finder.syncer()
+        status = {} if syncer is None else syncer.status
+        amended = {int(each["number"]): each["order"] for each in status.get("amended", ())}
+        if amended.get(order.number) == signed:
+            rules: Mapping[str, Any] = status["rules"]
+            return rules
+        if max(amended, default=0) >= order.number:
+            raise RefusedError(f"another amendment of number {order.number} is in force: see `geo-diloco status`")
+        if status.get("finished"):
+            raise RefusedError(f"the run finished before amendment {order.number} was in force")
+        if syncer is not None:
+            with contextlib.suppress(TransferError):  # it may have it already, or serve no more: the next look tells
+                await _give(finder.session, syncer, run, signed)
+        await asyncio.sleep(LOOK_S)
+    raise TransferError(
+        f"amendment {order.number} is not durable after {DURABLE_S:.0f} s: a majority of the electors does not answer, "
+        "see `geo-diloco status`; it may still come into force"
+    )

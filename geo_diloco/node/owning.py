@@ -1,0 +1,195 @@
+"""What a run's owner does from beside it: with the founder's key and nothing else, from any machine.
+
+The owner's key need not be where the syncer is. Whoever serves is found as anybody finds it: by the process of the run
+directory if one was given, by what that one knows, and by the directory that the invite names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geo_diloco.config import manifest_from_bytes
+from geo_diloco.errors import (
+    ConfigError,
+    DirectoryError,
+    RefusedError,
+    RemoteProtocolError,
+    RunDirError,
+    TransferError,
+)
+from geo_diloco.manifest import RunId, RunManifest
+from geo_diloco.node.addresses import read_ports
+from geo_diloco.node.rundir import RunDir
+from geo_diloco.runtime.dht import Directory
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.records import by_claim, maddr_of
+from geo_diloco.runtime.session import Session, fetch_manifest, fetch_status, make_session
+from geo_diloco.runtime.wire import url_from_address
+
+FIND_S = 30.0
+"""A person waits for this."""
+LOOK_S = 0.3
+DIRECTORY_S = 2.0
+"""Until then only those are asked whose address is known already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """A run, and the key of its owner."""
+
+    invite: Invite
+    identity: Identity
+    local_url: str
+    """Of the process in the run directory; empty if none was given."""
+
+    @property
+    def run(self) -> RunId:
+        return self.invite.run
+
+
+def owned(where: str, key: Path | None) -> Owned:
+    """From a run directory or an invite. Raises ConfigError, InviteError or RunDirError."""
+    folder = RunDir(Path(where)) if os.path.isdir(where) else None  # an invite is longer than a path may be
+    if folder is None:
+        invite, url = Invite.parse(where), ""
+    else:
+        try:
+            invite, url = Invite.parse(folder.invite.read_text("utf-8").strip()), read_ports(folder).url
+        except OSError as exc:
+            raise RunDirError(f"{where} is not the folder of a peer that can serve: no invite.txt in it") from exc
+    key = key or (None if folder is None else folder.key)
+    if key is None:
+        raise ConfigError("an invite alone has no key: give --key with the founder's key.pem, or its run directory")
+    if not key.is_file():
+        raise ConfigError(f"{key} is no file: give --key with the founder's key.pem")
+    return Owned(invite=invite, identity=Identity.load_or_create(key), local_url=url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A peer of the run that answers."""
+
+    url: str
+    status: dict[str, Any]
+
+
+class Finder:
+    """Asks the peers of a run how they are. Their answers are what they say, nothing more."""
+
+    def __init__(self, owned: Owned, session: Session) -> None:
+        self._owned = owned
+        self.session = session
+        self._known: list[str] = [owned.local_url] if owned.local_url else []
+        """URLs, most promising first."""
+        self._runs: set[str] = set()
+        """URLs that have shown the run's manifest."""
+        self.manifest: RunManifest | None = None
+        self.why_not = "nobody has answered yet"
+
+    def learn(self, address: str) -> None:
+        """An address that somebody named."""
+        try:
+            url = url_from_address(address)
+        except RemoteProtocolError:
+            return
+        if url not in self._known:
+            self._known.append(url)
+
+    async def ask(self, url: str) -> Found | None:
+        """None if it does not answer, or serves another run."""
+        try:
+            if url not in self._runs:
+                canonical = await fetch_manifest(self.session, url, self._owned.run)
+                self.manifest = manifest_from_bytes(canonical)
+                self._runs.add(url)
+            status = await fetch_status(self.session, url)
+        except (TransferError, RefusedError, RemoteProtocolError) as exc:
+            self.why_not = str(exc)
+            return None
+        self._learn_from(status)
+        return Found(url=url, status=status)
+
+    def _learn_from(self, status: dict[str, Any]) -> None:
+        election = status.get("election")
+        syncer = election.get("syncer") if isinstance(election, dict) else None
+        if isinstance(syncer, list) and len(syncer) == 2:
+            self.learn(str(syncer[1]))
+
+    async def answers(self) -> list[Found]:
+        """Everybody whose address is known, and whom they name."""
+        found: list[Found] = []
+        for url in self._growing():
+            one = await self.ask(url)
+            if one is not None:
+                found.append(one)
+        return found
+
+    def _growing(self) -> Iterator[str]:
+        index = 0
+        while index < len(self._known):
+            yield self._known[index]
+            index += 1
+
+    async def syncer(self) -> Found | None:
+        """Whoever serves, of the highest term that is claimed."""
+        serving = [each for each in await self.answers() if each.status.get("role") == "syncer"]
+        return max(serving, key=lambda each: int(each.status.get("term", 0)), default=None)
+
+
+@asynccontextmanager
+async def finding(owned: Owned) -> AsyncIterator[Finder]:
+    """Also by the directory, as soon as it takes long."""
+    session = make_session()
+    finder = Finder(owned, session)
+    looking = asyncio.create_task(_look(owned, finder))
+    try:
+        yield finder
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await session.close()
+
+
+async def _look(owned: Owned, finder: Finder) -> None:
+    """Learn addresses from the directory, again and again."""
+    if owned.local_url:
+        await asyncio.sleep(DIRECTORY_S)
+    with tempfile.TemporaryDirectory(prefix="geo-diloco-owner-") as folder:
+        directory = await Directory.start(
+            initial_peers=owned.invite.bootstraps,
+            listen=(maddr_of("127.0.0.1", 0),),
+            client_mode=True,
+            state_dir=Path(folder),
+            on_status=lambda status: None,
+        )
+        try:
+            while True:
+                try:
+                    for record in by_claim(await directory.find(owned.run)):
+                        finder.learn(record.address)
+                except DirectoryError as exc:
+                    finder.why_not = str(exc)
+                await asyncio.sleep(1.0)
+        finally:
+            await directory.close()
+
+
+async def wait_syncer(finder: Finder, *, limit_s: float = FIND_S) -> Found:
+    """Raises DirectoryError if nobody serves now."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        found = await finder.syncer()
+        if found is not None:
+            return found
+        if time.monotonic() >= deadline:
+            raise DirectoryError(f"nobody serves this run now, in {limit_s:.0f} s: {finder.why_not}")
+        await asyncio.sleep(LOOK_S)
