@@ -25,7 +25,7 @@ from geo_diloco.config import (
     split_announce,
 )
 from geo_diloco.errors import ConfigError, ManifestError
-from geo_diloco.manifest import CodecSpec, ModelSpec, PeerId, RunManifest
+from geo_diloco.manifest import WIRE_VERSION, CodecSpec, ModelSpec, PeerId, RunManifest
 
 TEMPLATE = manifest_template()
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/QmSoLnSGccFuZQJzRadHn95W2CrSFmZuTdDWP8HXaHca9z"
@@ -228,8 +228,8 @@ def test_a_pretrained_model_carries_its_config_once_founded() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"wire_version": 1}, "wire_version = 1; this software speaks 2"),
-        ({"wire_version": True}, "wire_version = true; this software speaks 2"),
+        ({"wire_version": 1}, f"wire_version = 1; this software speaks {WIRE_VERSION}"),
+        ({"wire_version": True}, f"wire_version = true; this software speaks {WIRE_VERSION}"),
         ({"founder": "AB" * 32}, "founder = .*; allowed are 64 hexadecimal digits"),
         ({"nonce": ""}, 'nonce = ""; allowed are 32 hexadecimal digits'),
         ({"outer": {"eta": -1.0, "mu": 0.5}}, "outer.eta = -1.0; allowed is a number above 0.0 up to 10.0"),
