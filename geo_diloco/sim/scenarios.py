@@ -79,7 +79,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
     ends += [fault.at_ms for fault in faults]
     seconds = float(data["seconds"])
     plan = Plan(
-        hosts=tuple(_host(each) for each in data["hosts"]),
+        hosts=tuple(host for each in data["hosts"] for host in _hosts(each)),
         sync=SYNC,
         stop=StopSpec(minutes=seconds / 60),
         election=ElectionSpec(lease_seconds=float(data.get("lease_seconds", 5)), electors=data.get("electors", 3)),
@@ -95,6 +95,11 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         participants=expect.get("participants"),
     )
     return Scenario(name=name, row=data["row"], plan=plan, expected=expected)
+
+
+def _hosts(text: str) -> list[HostPlan]:
+    many, times, kind = text.rpartition(" x ")
+    return [_host(kind)] * (int(many) if times else 1)
 
 
 def _host(text: str) -> HostPlan:
