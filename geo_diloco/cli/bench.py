@@ -12,6 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from geo_diloco.errors import ConfigError
+
+LEARNERS_MAX = 10_000
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Measure this machine.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, on the last line.")]
@@ -114,6 +118,28 @@ def merge(
 
     result = measure_merge(num_elements=elements, num_contributions=contributions, num_rounds=rounds, say=typer.echo)
     _print(result, as_json=as_json)
+
+
+@app.command()
+def syncer(
+    learners: Annotated[str, typer.Option(help="Numbers of learners, the first being what others are compared to.")] = (
+        "100,300,1000"
+    ),
+    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds, after everybody has joined.")] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """CPU of the syncer's own decisions per learner and second, against the same with the fewest learners."""
+    from geo_diloco.cli.bench_syncer import measure_syncer
+
+    result = measure_syncer(num_learners=_numbers(learners), seconds=seconds, say=typer.echo)
+    _print(result, as_json=as_json)
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(each) if each.strip().isascii() and each.strip().isdecimal() else 0 for each in text.split(",")]
+    if not all(1 <= number <= LEARNERS_MAX for number in numbers):
+        raise ConfigError(f"--learners {text}: wanted numbers from 1 to {LEARNERS_MAX}, as 100,300,1000")
+    return numbers
 
 
 def _print(result: dict[str, Any], *, as_json: bool) -> None:

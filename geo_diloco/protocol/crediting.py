@@ -8,6 +8,7 @@ before is given what the median would have trained since the chain's last entry,
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from geo_diloco.manifest import FragmentId, MonoMs, PeerId, RunRules
@@ -30,6 +31,9 @@ class Crediting:
         self._at: MonoMs | None = None
         self._rate = 0
         self._rate_max = 0
+        self._rates: dict[PeerId, int] = {}
+        """Tokens per second that each live learner is counted by."""
+        self._sorted_rates: list[int] = []
         self._median_trained = 0
         """In thousandths of a token."""
         self._met_at: dict[PeerId, int] = {}
@@ -71,8 +75,22 @@ class Crediting:
 
     def _advance(self, now: MonoMs) -> None:
         """The faster of the median's pace before and now: one that stalls for a moment costs nobody credit."""
-        paces = [Pace(each.step, each.tokens, each.step_time_us) for each in self._membership.live(now)]
-        rate = tokens_per_second(paces, self._rules.tokens_per_step) or self._rate
+        rate = self._median_rate(now) or self._rate
         if self._at is not None:
             self._median_trained += max(rate, self._rate) * max(0, now - self._at)
         self._at, self._rate, self._rate_max = now, rate, max(self._rate_max, rate)
+
+    def _median_rate(self, now: MonoMs) -> int:
+        """Tokens per second of the median live learner, the lower one of two; 0 if nobody has told."""
+        self._membership.look_at_silent(now)
+        for peer in self._membership.take_paced():
+            member, counted = self._membership.live_member(peer), self._rates.pop(peer, None)
+            if counted is not None:
+                del self._sorted_rates[bisect_left(self._sorted_rates, counted)]
+            pace = Pace(0, 0, 0) if member is None else Pace(member.step, member.tokens, member.step_time_us)
+            rate = tokens_per_second(pace, self._rules.tokens_per_step)
+            if rate is not None:
+                insort(self._sorted_rates, rate)
+                self._rates[peer] = rate
+        rates = self._sorted_rates
+        return rates[(len(rates) - 1) // 2] if rates else 0

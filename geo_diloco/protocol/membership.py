@@ -112,6 +112,7 @@ class Membership:
         self._all_heard_until = FOR_EVER
         """Nobody falls silent before."""
         self._changed: dict[PeerId, None] = {}
+        self._paced: dict[PeerId, None] = {}
         self._shares = [_Share() for _ in range(num_shares)]
 
     def __getitem__(self, peer: PeerId) -> Member:
@@ -156,6 +157,11 @@ class Membership:
     def num_known_learners(self) -> int:
         """Those who train, and those who did when they were last heard of; whoever said Goodbye is not one."""
         return sum(member.trains and not member.said_goodbye for member in self._members.values())
+
+    def take_paced(self) -> list[PeerId]:
+        """Peers that have told how far they are, or have become live, or not, since this was asked last."""
+        paced, self._paced = self._paced, {}
+        return list(paced)
 
     def hello(self, peer: PeerId, boot: BootId, hello: Hello, now: MonoMs) -> Member:
         """Admit a peer, or take it back. The same Hello twice changes nothing."""
@@ -232,8 +238,9 @@ class Membership:
     # -- who is live ----------------------------------------------------------------------------------------------
 
     def _look_at(self, member: Member, now: MonoMs) -> None:
-        """Count it as it is now."""
+        """Count it as it is now, after whatever it did."""
         peer, counted = member.peer, self._live.get(member.peer)
+        self._paced[peer] = None
         step_time_us = member.step_time_us if member.live(now) else None
         if step_time_us is not None:
             self._all_heard_until = min(self._all_heard_until, member.heard_until)

@@ -62,16 +62,12 @@ class Pace:
     step_time_us: int
 
 
-def tokens_per_second(paces: Sequence[Pace], tokens_per_step: int) -> int:
-    """Of the median learner (the lower one of two), by what they say and the manifest allows; 0 if nobody has told."""
-    rates = [
-        min(pace.tokens // pace.step, BATCH_FACTOR * tokens_per_step)
-        * 1_000_000
-        // max(pace.step_time_us, STEP_TIME_US_MIN)
-        for pace in paces
-        if pace.step > 0 and pace.step_time_us > 0
-    ]
-    return lower_median(rates) if rates else 0
+def tokens_per_second(pace: Pace, tokens_per_step: int) -> int | None:
+    """By what it says and the manifest allows; none if it has not told."""
+    if pace.step <= 0 or pace.step_time_us <= 0:
+        return None
+    tokens = min(pace.tokens // pace.step, BATCH_FACTOR * tokens_per_step)
+    return tokens * 1_000_000 // max(pace.step_time_us, STEP_TIME_US_MIN)
 
 
 def credit_max(median_trained: int, credited: int, *, tokens_per_step: int, sync: SyncSpec) -> int | None:

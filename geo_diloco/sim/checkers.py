@@ -88,10 +88,9 @@ class DurableChecker(Watch):
     def _on_disks(self, process: Process, head: Digest) -> None:
         newest = process.core.election.head.digest if process.core.serves else head
         roster = roster_at(self._world, newest)
-        disks = {(host.peer, host.disk.enrolment): host.disk for host in self._world.hosts}
-        seats = [(elector.peer, elector.enrolment) for elector in roster]
-        having = [seat for seat in seats if seat in disks and disks[seat].holds_up_to(head)]
-        lost = [seat for seat in seats if seat not in disks]
+        disks = [(self._world.by_peer[elector.peer].disk, elector.enrolment) for elector in roster]
+        having = [disk for disk, enrolment in disks if disk.enrolment == enrolment and disk.holds_up_to(head)]
+        lost = [disk for disk, enrolment in disks if disk.enrolment != enrolment]
         assert 2 * (len(having) + len(lost)) > len(roster), f"durable on {len(having)} of {len(roster)} disks"
 
     def sealed(self, process: Process, signed: SignedEntry) -> None:
@@ -114,7 +113,7 @@ class LeaseChecker(Watch):
         if process.core.election.role != "syncer":
             return
         holders = []
-        for each in self._world.processes():
+        for each in self._world.able_processes():
             if each.core.election.role != "syncer":
                 continue
             until = each.core.election.lease_until(each.mono())

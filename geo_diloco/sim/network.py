@@ -84,9 +84,9 @@ class Network:
     def cut(self, side: set[int], until: int) -> None:
         """Between those hosts and all others."""
         hosts = self._world.hosts
-        for one in hosts:
+        for one in [hosts[index] for index in sorted(side)]:
             for other in hosts:
-                if one.index in side and other.index not in side:
+                if other.index not in side:
                     pair = frozenset((one.index, other.index))
                     self._cut_until[pair] = max(until, self._cut_until.get(pair, 0))
                     self._break(one, other)

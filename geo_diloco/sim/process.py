@@ -43,7 +43,6 @@ from geo_diloco.protocol.events import (
     VotePersisted,
 )
 from geo_diloco.protocol.ledger import Ledger
-from geo_diloco.protocol.peer import Peer
 from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.sim.chainhands import ChainHands
 from geo_diloco.sim.clock import Clockwork
@@ -77,7 +76,7 @@ class Process:
         self.told_finished = False
         self.accepts_links = False
         plan = host.plan
-        self.core = Peer(
+        self.core = world.core(
             peer=host.peer,
             boot=self.boot,
             role="learner" if plan.step_ms else "follower",
@@ -220,7 +219,8 @@ class Process:
             self._backlog.append(event)
             return
         effects = self.core.handle(event, self.mono())
-        self.core.check_invariants()
+        if self.world.num_events % self.world.events_per_check == 0:
+            self.core.check_invariants()
         self.world.handled(self, event, effects)
         for effect in effects:
             if self.alive and not isinstance(effect, Note):
@@ -283,7 +283,7 @@ class Process:
                 self.sought, self._sought_link, self._hint = None, None, effect.peer
                 self._seek_soon((1, 400))
             case RunFinished():
-                self.told_finished = True
+                self.told_finished = self.world.was_told_finished = True
                 if self.learn is not None:
                     self.on_fold(self.learn.training.finish)
             case ReadyToLeave():

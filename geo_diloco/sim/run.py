@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -122,7 +124,9 @@ class Run:
         return max((after - before for before, after in pairwise(times) if after > begin), default=0)
 
     def is_finished(self) -> bool:
-        return any(each.told_finished and each.core.serves for each in self.world.processes())
+        if not self.world.was_told_finished:
+            return False
+        return any(each.told_finished and each.core.serves for each in self.world.able_processes())
 
     def _expect_liveness(self) -> None:
         """8: after faults stop, every live learner adopts a fresh version of every fragment in bounded time."""
@@ -134,7 +138,7 @@ class Run:
         lease_ms = int(self.plan.election.lease_seconds * 1000)
 
         def fresh_everywhere() -> bool:
-            adopted = [each.learn.training.adopted_versions for each in self.learners if each.learn is not None]
+            adopted = (each.learn.training.adopted_versions for each in self.learners if each.learn is not None)
             return all(versions.get(p, -1) > before[p] for versions in adopted for p in range(len(before)))
 
         clock.run(clock.now + LIVENESS_MS + 3 * lease_ms, lambda: fresh_everywhere() or self.is_finished())
@@ -160,26 +164,25 @@ class Run:
             assert [state.theta for state in process.chain.outer] == theta, f"{who} holds another Theta"
             assert process.core.ledger.tokens == syncer.core.ledger.tokens
             assert process.core.ledger.num_commits == len(self.commits.participations)
+        on_chain: defaultdict[tuple[str, int], int] = defaultdict(int)
+        """Tokens merged, by learner and fragment."""
+        for signed in chain:
+            if isinstance(signed.entry, Commit):
+                for each in signed.entry.participants:
+                    on_chain[each.peer, signed.entry.fragment] += each.tokens_unmerged
         for learner in self.learners:
             if not learner.frozen:
-                self._check_learner(learner)
+                self._check_learner(learner, on_chain)
 
-    def _check_learner(self, learner: Process) -> None:
+    def _check_learner(self, learner: Process, on_chain: Mapping[tuple[str, int], int]) -> None:
         """Merged tokens are those of the chain; work is nowhere twice, and nowhere lost where nothing was dropped."""
         book = self.tokens.books[learner.peer]
         assert learner.learn is not None
         training = learner.learn.training
         tokens = learner.core.status(learner.mono()).tokens
         for p, now in enumerate(tokens):
-            on_chain = sum(
-                each.tokens_unmerged
-                for signed in self.chain.chain
-                if isinstance(signed.entry, Commit) and signed.entry.fragment == p
-                for each in signed.entry.participants
-                if each.peer == learner.peer
-            )
-            merged = book.sums[TokensMerged, p]
-            assert merged == on_chain or (book.was_lost_unsaved and merged < on_chain), f"{merged} of {on_chain} merged"
+            merged, taken = book.sums[TokensMerged, p], on_chain.get((learner.peer, p), 0)
+            assert merged == taken or (book.was_lost_unsaved and merged < taken), f"{merged} of {taken} merged"
             carried = training.replica.carried[p]
             for key, share in carried.items():
                 assert -1e-9 <= share <= 1 + 1e-9, (key, share)

@@ -83,7 +83,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
     ends += [fault.at_ms for fault in faults]
     seconds = float(data["seconds"])
     plan = Plan(
-        hosts=tuple(_host(each) for each in data["hosts"]),
+        hosts=tuple(host for each in data["hosts"] for host in _hosts(each)),
         sync=SYNC,
         stop=StopSpec(minutes=seconds / 60),
         election=ElectionSpec(lease_seconds=float(data.get("lease_seconds", 5)), electors=data.get("electors", 3)),
@@ -100,6 +100,11 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         amendments=expect.get("amendments", 0),
     )
     return Scenario(name=name, row=data["row"], plan=plan, expected=expected)
+
+
+def _hosts(text: str) -> list[HostPlan]:
+    many, times, kind = text.rpartition(" x ")
+    return [_host(kind)] * (int(many) if times else 1)
 
 
 def _host(text: str) -> HostPlan:

@@ -15,6 +15,7 @@ from geo_diloco.manifest import BranchId, Digest, MonoMs, PeerId, RunRules, Seq,
 from geo_diloco.protocol.effects import Effect, Note
 from geo_diloco.protocol.events import Event, HandoverAsked, SnapshotLoaded
 from geo_diloco.protocol.messages import FragmentHead
+from geo_diloco.protocol.peer import Peer
 from geo_diloco.sim.clock import Clockwork
 from geo_diloco.sim.disk import Disk
 from geo_diloco.sim.fakes import LAYOUT, SignedEntry, fake_digest, fake_peer
@@ -26,6 +27,10 @@ from geo_diloco.sim.process import Process
 from geo_diloco.sim.work import Work
 
 FILM_LINES = 400
+EVENTS_PER_CHECK = 8
+"""A core's own books are checked after one event in so many, which finds what is wrong a moment later..."""
+MANY_HOSTS = 16
+"""...and in one of as many as there are hosts in sixteen, because that looks at everybody."""
 
 
 @dataclass
@@ -81,11 +86,15 @@ class Watch:
 class World:
     """Everything that the processes share."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, core: type[Peer] = Peer) -> None:
         self.plan = plan
+        self.core = core
+        """What every process runs."""
         self.clock = Clockwork(plan.seed)
         self.network = Network(self)
         self.hosts = [self._host(index, each) for index, each in enumerate(plan.hosts)]
+        self.able = [host for host in self.hosts if host.plan.serves]
+        """Hosts that can be dialed, and may be syncer."""
         self.by_peer = {host.peer: host for host in self.hosts}
         self.rules = RunRules(
             sync=plan.sync,
@@ -104,6 +113,9 @@ class World:
         """All that were ever sealed."""
         self.film: deque[str] = deque(maxlen=FILM_LINES)
         self.num_events = 0
+        self.events_per_check = max(EVENTS_PER_CHECK, len(self.hosts) // MANY_HOSTS)
+        self.was_told_finished = False
+        """Somebody heard that the run is over."""
         self._effects = hashlib.sha256()
         self.gone: set[int] = set()
         """Hosts that never come back."""
@@ -144,9 +156,15 @@ class World:
     def processes(self) -> list[Process]:
         return [host.process for host in self.hosts if host.process is not None]
 
+    def able_processes(self) -> list[Process]:
+        """Those that run on the hosts that can be dialed."""
+        return [host.process for host in self.able if host.process is not None]
+
     def mirrors(self, process: Process) -> list[Process]:
         """Everybody whom that process can dial."""
-        others = [each for each in self.processes() if each is not process and each.accepts_links and not each.frozen]
+        others = [
+            each for each in self.able_processes() if each is not process and each.accepts_links and not each.frozen
+        ]
         return [each for each in others if self.network.can_dial(process.host, each.host)]
 
     def donors(self, process: Process) -> list[Process]:
@@ -155,13 +173,13 @@ class World:
 
     def published(self, process: Process) -> list[Process]:
         """Candidates in the part of the directory that it reaches."""
-        others = [each for each in self.processes() if each is not process and each.host.plan.serves]
+        others = [each for each in self.able_processes() if each is not process]
         return [each for each in others if self.network.reaches(process.host, each.host)]
 
     def claimed_syncer(self, process: Process) -> PeerId | None:
         """Whoever the directory says serves; now and then it is out of date."""
         serving = [each for each in self.published(process) if each.core.serves]
-        able = [host for host in self.hosts if host.plan.serves and host is not process.host]
+        able = [host for host in self.able if host is not process.host]
         if serving and self.clock.random.random() < 0.8:
             return max(serving, key=lambda each: each.core.election.record.term).peer
         return self.clock.random.choice(able).peer if able else None
@@ -175,7 +193,7 @@ class World:
 
     def syncer(self) -> Process | None:
         """Whoever serves, in the highest term."""
-        serving = [each for each in self.processes() if each.core.serves]
+        serving = [each for each in self.able_processes() if each.core.serves]
         return max(serving, key=lambda each: each.core.election.record.term, default=None)
 
     # -- faults ---------------------------------------------------------------------------------------------------

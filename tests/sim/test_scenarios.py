@@ -12,7 +12,7 @@ from geo_diloco.sim.scenarios import Scenario, play, scenarios
 
 ALL = scenarios()
 PLAYED = [scenario for scenario in ALL.values() if scenario.plan is not None]
-SLOW = {"syncer-killed", "syncer-paused", "partition-without-majority"}
+SLOW = {"syncer-killed", "syncer-paused", "partition-without-majority", "a-thousand-learners"}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geo_diloco.manifest import FragmentId, MonoMs, PeerId, SyncSpec
+from geo_diloco.protocol import plausibility
 from geo_diloco.protocol.holdings import Held
 from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, LIVE_STEPS, Member, Membership
 from geo_diloco.protocol.open_rounds import OpenRounds
+from geo_diloco.protocol.plausibility import Pace, lower_median
 from geo_diloco.protocol.quorum import Decision, RoundFacts, decide
 from geo_diloco.protocol.rounds import Round
 from geo_diloco.protocol.schedule import MICRO
@@ -38,6 +40,11 @@ def slower_median(numbers: list[int]) -> int | None:
 def pace(live: list[Member]) -> int:
     median_us = slower_median([each.step_time_us for each in live if each.step_time_us > 0])
     return 0 if median_us is None else max(1, 1000 * MICRO // median_us)
+
+
+def tokens_per_second(live: list[Member], tokens_per_step: int) -> int:
+    told = [Pace(each.step, each.tokens, each.step_time_us) for each in live if each.step > 0 and each.step_time_us > 0]
+    return lower_median([plausibility.tokens_per_second(pace, tokens_per_step) or 0 for pace in told]) if told else 0
 
 
 @dataclass

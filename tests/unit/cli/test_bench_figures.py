@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from geo_diloco.cli.bench import app
 from geo_diloco.cli.bench_kill import commit_times_ms
 from geo_diloco.cli.bench_overhead import WARM_UP_STEPS, StepWindow
 from geo_diloco.cli.bench_quality import steps_of
+from geo_diloco.cli.bench_syncer import measure_syncer, size_of
+from geo_diloco.errors import ConfigError
 from geo_diloco.manifest import BootId, Digest, FragmentId, MonoMs, PeerId, RunId, RunRules, Seq, Term
 from geo_diloco.protocol.events import Merged, Sealed, StepDone
 from geo_diloco.protocol.messages import BlobRef
@@ -74,3 +78,30 @@ def test_a_window_counts_only_steps_after_the_warm_up(monkeypatch: pytest.Monkey
         ticks += 1
     assert ticks + 1 == WARM_UP_STEPS + 4
     assert window.steps_per_s == 1.0
+
+
+def test_what_a_syncer_hears_and_says_is_counted_per_learner_and_second() -> None:
+    said: list[str] = []
+    result = measure_syncer(num_learners=(2, 6), seconds=6.0, say=said.append)
+    first, second = result["rows"]
+    assert (first["learners"], second["learners"], len(said)) == (2, 6, 2)
+    assert first["ratio"] == 1.0 and second["ratio"] == result["ratio"] > 0
+    for row in result["rows"]:
+        assert row["participants"] > 0.8 * row["learners"], "nearly everybody is in every commit"
+        assert row["commits"] == pytest.approx(6, abs=2), "one with every inner step of a second"
+        assert row["heard"]["progress"] == pytest.approx(6 * row["learners"], rel=0.2)
+        assert 0 <= row["said"]["entry"] - row["commits"] * row["learners"] <= 2 * row["learners"], "records too"
+        assert row["entry_bytes_max"] > 500 * row["learners"], "every participant is listed"
+        assert 200 * row["learners"] < row["control_bytes_per_s"] < 20_000 * row["learners"]
+
+
+def test_a_thing_that_is_reached_twice_is_counted_once() -> None:
+    inner = ["x" * 1_000]
+    assert size_of([inner]) > 1_000
+    assert size_of([inner, inner]) < size_of([inner]) + 100
+
+
+@pytest.mark.parametrize("learners", ["", "0", "100,", "many", "100,-3", "1000000"])
+def test_numbers_of_learners_that_are_none_are_named(learners: str) -> None:
+    with pytest.raises(ConfigError, match="--learners"):
+        CliRunner().invoke(app, ["syncer", "--learners", learners], catch_exceptions=False)

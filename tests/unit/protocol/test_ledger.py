@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from geo_diloco.manifest import BranchId, FragmentId, Term, Version
-from geo_diloco.protocol.ledger import BASES_KEPT, Ledger
+from geo_diloco.protocol.ledger import BASES_KEPT, Ledger, id_of
 from geo_diloco.protocol.messages import Commit, Entry
 from geo_diloco.sim.fakes import fake_digest
 from tests.support.chains import ANN, BEN, FOUNDER_SEAT, ChainBuilder, participant, seat
+from tests.support.single import Learning, Syncing
+
+P0 = FragmentId(0)
 
 
 def refusal(chain: ChainBuilder, entry: Entry) -> str:
@@ -198,3 +201,45 @@ def test_what_a_copy_takes_the_first_does_not_have() -> None:
     assert ahead.seq == 2 and ahead.merged_until
     assert (ledger.seq, ledger.heads[0].version, ledger.merged_until, ledger.tokens) == (1, 0, {}, [0, 0])
     assert list(ledger.bases[0].values()) == [0] and not ledger.lengths
+
+
+def test_what_a_copy_consumes_of_a_known_base_the_first_does_not_consume() -> None:
+    chain = ChainBuilder.opened()
+    found = chain.events[0].digest
+    ann, ben = participant(ANN, found, 0, 0, 8), participant(BEN, found, 0, 0, 8)
+    chain.commit(0, ann)
+    ledger = chain.ledger()
+    ahead = ledger.copy()
+    commit = chain.commit(0, ben)
+    ahead.apply(commit.entry, commit.digest)
+    assert ahead.is_consumed(id_of(ben, P0)) and ahead.is_consumed(id_of(ann, P0))
+    assert ledger.is_consumed(id_of(ann, P0)) and ledger.is_consumed(id_of(ben, P0)) is None
+
+
+def test_other_work_on_a_consumed_base_is_told_apart() -> None:
+    chain = ChainBuilder.opened()
+    merged = participant(ANN, chain.events[0].digest, 0, 0, 8)
+    chain.commit(0, merged)
+    ledger = chain.ledger()
+    assert ledger.is_consumed(id_of(merged, P0)) is True
+    assert ledger.is_consumed(replace(id_of(merged, P0), last_step=16)) is False
+    assert ledger.is_consumed(replace(id_of(merged, P0), fragment=FragmentId(1))) is None
+
+
+def test_who_will_never_serve_remembers_its_own_merged_work_alone() -> None:
+    chain = ChainBuilder.opened()
+    found = chain.events[0].digest
+    ann, ben = participant(ANN, found, 0, 0, 8, tokens=400), participant(BEN, found, 0, 0, 4, tokens=300)
+    chain.commit(0, ann, ben)
+    ledger = Ledger(only=BEN)
+    for event in chain.events:
+        assert ledger.why_not(event.entry) is None
+        ledger.apply(event.entry, event.digest)
+    assert ledger.is_consumed(id_of(ben, P0)) and ledger.is_consumed(id_of(ann, P0)) is None
+    assert ledger.merged_until == {(BEN, 0): 4}
+    assert (ledger.tokens, ledger.copy().only) == ([700, 0], BEN), "what all count together it counts, too"
+
+
+def test_a_peer_that_may_serve_remembers_everybody_and_a_learner_itself() -> None:
+    assert Syncing.founding().core.ledger.only is None
+    assert Learning(ChainBuilder.opened().snapshot(), peer=BEN).core.ledger.only == BEN

@@ -15,7 +15,7 @@ from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS
 from geo_diloco.protocol.messages import BlobRef, Goodbye, RoundOpen, Sampled
 from geo_diloco.sim.fakes import fake_digest
 from tests.support.chains import contribution
-from tests.support.naive_rounds import Naive, away_until, pace, slower_median
+from tests.support.naive_rounds import Naive, away_until, pace, slower_median, tokens_per_second
 from tests.support.single import Syncing, hello, merged, only, progress, said
 
 PEERS = tuple(PeerId(letter * 64) for letter in "abcdef")
@@ -52,6 +52,8 @@ class Compared(Syncing):
         assert membership.live(now) == here and membership.num_live(now) == len(here)
         assert membership.median_us(told=False) == slower_median([each.step_time_us for each in here])
         assert rounds._clock.pace == pace(here)
+        crediting = naive.syncer._crediting
+        assert crediting._median_rate(now) == tokens_per_second(here, crediting._rules.tokens_per_step)
         assert membership.away_until() == away_until(membership.all())
         for round_ in rounds._rounds.values():
             facts = naive.facts(round_, now)
@@ -81,7 +83,7 @@ class Rounds(RuleBasedStateMachine):
 
     @initialize(sync=SYNC)
     def found(self, sync: SyncSpec) -> None:
-        self.syncing = Compared.founding(sync)
+        self.syncing = Compared.founding(sync, tokens_per_step=10)
         self.boots = dict.fromkeys(PEERS, 0)
         self.steps = dict.fromkeys(PEERS, 0)
         self.asked: dict[FragmentId, RoundOpen] = {}
