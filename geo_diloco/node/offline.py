@@ -13,12 +13,12 @@ from geo_diloco.node.founding import bring_to_head, take_up
 from geo_diloco.node.rundir import RunDir, read_manifest
 from geo_diloco.numerics.fragments import fragment_digest, gather, layout_from_module, named_trainable
 from geo_diloco.protocol.messages import Commit, Entry, Found
-from geo_diloco.runtime.chain import counting_chain
+from geo_diloco.runtime.chain import read_entries
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.replacing import apply_of
 from geo_diloco.runtime.snapshots import load_snapshot
-from geo_diloco.runtime.store import BlobStore, ChainStore
-from geo_diloco.runtime.wire import Signed, open_entry, open_snapshot
+from geo_diloco.runtime.store import BlobStore
+from geo_diloco.runtime.wire import Signed, open_snapshot
 from geo_diloco.tape import ReplayResult
 from geo_diloco.tape import replay as replay_tape
 from geo_diloco.training.checkpoint import check_export_folder, export_model
@@ -82,21 +82,6 @@ def check_updates(folder: RunDir) -> int:
             raise TapeError(f"{where}: {said}") from exc
         num_checked += 1
     return num_checked
-
-
-def read_entries(path: Path) -> list[Entry]:
-    """The entries that count of a log on disk, each with its signature checked. Its owner may be at work.
-
-    Raises RunDirError.
-    """
-    chain = ChainStore(path, is_read_only=True)
-    try:
-        known = [(signed.digest, open_entry(signed)) for signed in chain.load()]
-        return [entry for _, entry in counting_chain(known)]
-    except RemoteProtocolError as exc:
-        raise RunDirError(f"the chain {path} is damaged: {exc}") from exc
-    finally:
-        chain.close()
 
 
 def _begin(outer: OuterState, folder: RunDir, store: BlobStore, model: nn.Module, entries: list[Entry]) -> set[int]:
