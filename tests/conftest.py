@@ -31,7 +31,7 @@ _SESSION_VARIABLE = "PYTEST_SESSION_OF_GEO_DILOCO"
 os.environ[_SESSION_VARIABLE] = uuid.uuid4().hex
 """Inherited by every child, so that one left behind is known as ours, whoever its parent is by then."""
 
-hypothesis.settings.register_profile("here", deadline=None, max_examples=50, database=None)
+hypothesis.settings.register_profile("here", deadline=None, max_examples=30, database=None)
 hypothesis.settings.load_profile("here")
 
 

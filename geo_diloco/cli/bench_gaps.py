@@ -63,7 +63,7 @@ def failover_figures(
     handovers: Sequence[Change],
 ) -> dict[str, Any]:
     """The keys of `bench failover --json`. Raises RunDirError or TapeError if what was left can't be read."""
-    from geo_diloco.node.offline import read_entries
+    from geo_diloco.runtime.chain import read_entries
 
     chains = [read_entries(folder / name / "chain.jsonl") for name in reachable]
     entries = max(chains, key=len)

@@ -139,7 +139,7 @@ def print_summary(console: Console, summary: DemoSummary) -> None:
 
 def _chain(root: Path) -> list[Entry]:
     """The founder's chain, signatures and links checked; empty if the run was never founded."""
-    from geo_diloco.node.offline import read_entries
+    from geo_diloco.runtime.chain import read_entries
 
     return read_entries(root / "chain.jsonl") if (root / "manifest.json").exists() else []
 

@@ -7,10 +7,8 @@ from pathlib import Path
 from geo_diloco.config import PeerConfig
 from geo_diloco.manifest import FragmentId
 from geo_diloco.node.founding import bring_to_head, take_up
-from geo_diloco.node.redoing import MergeRedo, Refold, difference_to_chain, read_log
+from geo_diloco.node.redoing import MergeRedo, Refold, difference_to_chain
 from geo_diloco.node.rundir import RunDir, read_manifest
-from geo_diloco.protocol.messages import Entry
-from geo_diloco.runtime.chain import counting_chain
 from geo_diloco.tape import ReplayResult
 from geo_diloco.tape import replay as replay_tape
 from geo_diloco.training.checkpoint import check_export_folder, export_model
@@ -53,11 +51,3 @@ def replay(tape: Path) -> ReplayResult:
     if result.divergence is None:
         result.updates_checked = refold.redo_all()
     return result
-
-
-def read_entries(path: Path) -> list[Entry]:
-    """The entries that count of a log on disk, each with its signature checked. Its owner may be at work.
-
-    Raises RunDirError.
-    """
-    return [entry for _, entry in counting_chain(read_log(path))]

@@ -11,40 +11,21 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from geo_diloco.errors import BlobError, DigestMismatch, FrameError, RemoteProtocolError, RunDirError, TapeError
+from geo_diloco.errors import BlobError, DigestMismatch, FrameError, RunDirError, TapeError
 from geo_diloco.manifest import Digest, FragmentId, RunManifest, Seq, Term, Version
 from geo_diloco.node.rundir import RunDir, joined_snapshot
 from geo_diloco.numerics.fragments import Layout, fragment_digest, gather, layout_from_module, named_trainable
 from geo_diloco.protocol.effects import Effect, Merge, Seal
 from geo_diloco.protocol.events import Applied, FoundRun, FragmentReplaced, Merged, MergeFailed, Sealed, SnapshotLoaded
-from geo_diloco.protocol.messages import Commit, Entry, Found, Snapshot
-from geo_diloco.runtime.chain import counting_chain
+from geo_diloco.protocol.messages import Commit, Found, Snapshot
+from geo_diloco.runtime.chain import counting_chain, read_log
 from geo_diloco.runtime.merger import MergeError, MergeOutcome, OuterState
 from geo_diloco.runtime.replacing import apply_of
 from geo_diloco.runtime.snapshots import load_snapshot, snapshots_in
-from geo_diloco.runtime.store import BlobStore, ChainStore, blob_ref
-from geo_diloco.runtime.wire import open_entry
+from geo_diloco.runtime.store import BlobStore, blob_ref
 from geo_diloco.tape import TapeBoot, TapeEvent
 from geo_diloco.training.models import build_model
-
-
-def read_log(path: Path) -> list[tuple[Digest, Entry]]:
-    """Every entry on disk, forks included, each with its signature checked. The folder's owner may be at work.
-
-    Raises RunDirError, which names the line.
-    """
-    chain = ChainStore(path, is_read_only=True)
-    log: list[tuple[Digest, Entry]] = []
-    try:
-        for signed in chain.load():
-            log.append((signed.digest, open_entry(signed)))
-    except RemoteProtocolError as exc:
-        raise RunDirError(f"the chain {path} is damaged in line {len(log) + 1}: {exc}") from exc
-    finally:
-        chain.close()
-    return log
 
 
 def name_of(commit: Commit) -> str:

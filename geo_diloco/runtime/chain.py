@@ -2,7 +2,8 @@
 
 Entries come from the syncer's announcements, from electors, from fetches and from this disk; whichever way, they pass
 here once. Which of them count is the core's to say: several may continue the same one, and none is taken out again.
-Writing is in order and off the loop. `counting_chain` answers without a core what counts, for a folder at rest.
+Writing is in order and off the loop. `read_entries` and `counting_chain` answer without a core what counts, for a
+folder at rest.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import Digest, RunId
@@ -117,6 +119,31 @@ class ChainCopy:
         """Waits for what is still to be written."""
         self._writer.shutdown(wait=True)
         self._store.close()
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The entries that count of a log on disk, each with its signature checked. Its owner may be at work.
+
+    Raises RunDirError.
+    """
+    return [entry for _, entry in counting_chain(read_log(path))]
+
+
+def read_log(path: Path) -> list[tuple[Digest, Entry]]:
+    """Every entry on disk, forks included, each with its signature checked. The folder's owner may be at work.
+
+    Raises RunDirError, which names the line.
+    """
+    chain = ChainStore(path, is_read_only=True)
+    log: list[tuple[Digest, Entry]] = []
+    try:
+        for signed in chain.load():
+            log.append((signed.digest, open_entry(signed)))
+    except RemoteProtocolError as exc:
+        raise RunDirError(f"the chain {path} is damaged in line {len(log) + 1}: {exc}") from exc
+    finally:
+        chain.close()
+    return log
 
 
 def counting_chain(entries: Iterable[tuple[Digest, Entry]]) -> list[tuple[Digest, Entry]]:

@@ -165,7 +165,8 @@ def restore_state(
 def export_model(
     theta: Sequence[Tensor] | Mapping[int, Tensor], layout: Layout, manifest: RunManifest, to_dir: Path
 ) -> Path:
-    """Write Theta as a `save_pretrained` folder (a factory's model: `model.safetensors` and `geo_diloco.json`).
+    """Write Theta as a `save_pretrained` folder (a factory's model: `model.safetensors` and `geo_diloco.json`), with a
+    README that says how to load it.
 
     theta: one float32 vector per fragment. What the run does not train (frozen parameters, buffers) comes from
     building the model anew, so a pretrained folder with frozen parts must be at hand. Raises ConfigError if `to_dir`
@@ -203,6 +204,7 @@ def check_export_folder(to_dir: Path) -> None:
 
 def _write_model(model: nn.Module, tensors: Mapping[str, Tensor], manifest: RunManifest, folder: Path) -> None:
     save_pretrained = getattr(model, "save_pretrained", None)
+    (folder / "README.md").write_text(_model_card(manifest, is_pretrained=callable(save_pretrained)), "utf-8")
     if callable(save_pretrained):
         save_pretrained(str(folder))
         _export_tokenizer(manifest.data.tokenizer, folder)
@@ -217,6 +219,26 @@ def _write_model(model: nn.Module, tensors: Mapping[str, Tensor], manifest: RunM
     spec = manifest.model
     built_by = {"factory": spec.factory, "factory_arguments": dict(spec.factory_arguments)}
     (folder / "geo_diloco.json").write_text(json.dumps(built_by, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _model_card(manifest: RunManifest, *, is_pretrained: bool) -> str:
+    """What the folder is, for who finds it, and how to load it."""
+    if is_pretrained:
+        load = 'model = transformers.AutoModelForCausalLM.from_pretrained("this folder")'
+    else:
+        load = (
+            f"# the model itself is built by {manifest.model.factory} (geo_diloco.json)\n"
+            'model.load_state_dict(safetensors.torch.load_file("model.safetensors"))'
+        )
+    tokens = (
+        "its tokens are the bytes of UTF-8 text, so there is no tokenizer: `torch.tensor([list(text.encode())])`"
+        if manifest.data.tokenizer == "bytes"
+        else "its tokenizer was saved beside it where the exporting machine had it"
+    )
+    return (
+        f"# {manifest.name}\n\nTrained by geo_diloco in run `{manifest.run_id()}`; {tokens}.\n\n"
+        f"```python\n{load}\n```\n"
+    )
 
 
 def _export_tokenizer(tokenizer: str, to_dir: Path) -> None:

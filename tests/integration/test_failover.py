@@ -19,8 +19,8 @@ from geo_diloco.config import load_manifest
 from geo_diloco.errors import ConfigError
 from geo_diloco.manifest import ElectionSpec
 from geo_diloco.node import export, hand_over, replay
-from geo_diloco.node.offline import read_entries
 from geo_diloco.protocol.messages import Commit, Entry, Found, Open, RosterChange
+from geo_diloco.runtime.chain import read_entries
 from geo_diloco.tape import summarize_tokens
 
 from .test_run import LIMIT_S, Run

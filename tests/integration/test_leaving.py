@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from geo_diloco.config import manifest_template
-from geo_diloco.manifest import RunId
+from geo_diloco.cli.demo_files import toml_from_manifest
+from geo_diloco.manifest import ModelSpec, RunId, RunManifest, SyncSpec
 from geo_diloco.runtime.invite import Invite
 
 LIMIT_S = 60.0
@@ -29,7 +29,8 @@ class Started:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.processes: list[subprocess.Popen[bytes]] = []
-        (root / "run.toml").write_text(manifest_template())
+        model = ModelSpec(factory="tests.support.tiny_language:tiny_language", factory_arguments={"width": 32})
+        (root / "run.toml").write_text(toml_from_manifest(RunManifest(model=model, sync=SyncSpec(num_fragments=2))))
         (root / "t").mkdir()
 
     def command(self, *arguments: str) -> subprocess.Popen[bytes]:

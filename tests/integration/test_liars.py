@@ -203,7 +203,7 @@ def num_training_honestly(run: Run) -> int:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path, num_commits=240)
+    made = Run(tmp_path, num_commits=170)
     yield made
     made.close()
 

@@ -18,7 +18,7 @@ from tests.support.election_run import run_election, swarm
 from tests.support.election_timings import LEASE_MS, gap_after, quantile
 
 NUM_SEEDS = 25
-"""Whole peers in as many worlds as are asked of CI are simulated in test_simulate_protocol.py; here elections alone."""
+"""Whole peers in 150 worlds are simulated by CI (.ci/run), some by test_simulate_protocol.py; here elections alone."""
 PARTS = 5
 HANDOVER_MS_MAX = 3_000
 KILL_MS_P95 = 45_000

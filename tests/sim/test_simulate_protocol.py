@@ -20,7 +20,7 @@ from geo_diloco.sim.checkers import CommitChecker
 
 APP = typer.Typer()
 APP.command()(protocol)
-NUM_SEEDS = 15
+NUM_SEEDS = 6
 """CI runs 150 by the command itself (.ci/run)."""
 IN_CHILD = "from tests.sim.test_simulate_protocol import APP; APP()"
 

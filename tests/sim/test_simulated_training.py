@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from statistics import mean
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from geo_diloco.config import Fault
 from geo_diloco.errors import ConfigError
-from geo_diloco.manifest import CodecSpec, OuterSpec, RunManifest
+from geo_diloco.manifest import CodecSpec, ModelSpec, OuterSpec, RunManifest
 from geo_diloco.numerics.fragments import gather, layout_from_module, named_trainable
 from geo_diloco.protocol.events import FragmentReplaced
 from geo_diloco.protocol.messages import Commit
@@ -87,6 +88,7 @@ def test_lockstep_goes_on_with_fragments_overlap_and_carry() -> None:
 # ---- it is the same again
 
 
+@cache
 def stormy(seed: int) -> tuple[str, list[list[float | None]]]:
     """Effects and losses of a run in which something of everything happens."""
     faults = (
@@ -94,13 +96,15 @@ def stormy(seed: int) -> tuple[str, list[list[float | None]]]:
         Fault(learner=2, kind="cut", from_s=3.0, until_s=8.0),
         Fault(learner=3, kind="freeze", from_s=5.0, until_s=7.0),
     )
-    manifest = small_manifest(tokens=200 * TOKENS_PER_STEP, quorum=2)
+    quick = ModelSpec(factory="tests.support.tiny_language:tiny_language", factory_arguments={"width": 16}, seed=5)
+    manifest = replace(small_manifest(tokens=200 * TOKENS_PER_STEP, quorum=2), model=quick)
     outcome = Simulation(manifest, fleet(200, 250, 300, faults=faults), seed=seed, num_points=5).go()
     return outcome.effects_digest, [[point.tokens, point.virtual_ms, point.heldout] for point in outcome.curve]
 
 
-def stormy_under(hash_seed: str) -> tuple[str, list[list[float | None]]]:
+def stormy_under_another_hash_seed() -> tuple[str, list[list[float | None]]]:
     code = f"import json; from {__name__} import stormy; print(json.dumps(stormy(1)))"
+    hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"  # ours is drawn at random, unless it was said
     environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     digest, curve = json.loads(ran.stdout)
@@ -109,7 +113,7 @@ def stormy_under(hash_seed: str) -> tuple[str, list[list[float | None]]]:
 
 def test_the_same_seed_gives_the_same_run_under_any_hash_seed() -> None:
     here = stormy(1)
-    assert stormy_under("1") == stormy_under("2") == here
+    assert stormy_under_another_hash_seed() == here
     assert len(here[1]) == 6
     assert here[1][-1][2] < here[1][0][2] - 0.5, "something must have been learnt"  # type: ignore[operator]
 

@@ -60,7 +60,7 @@ def largest_scale(values: np.ndarray, name: str, block: int) -> np.ndarray:
     return np.repeat(np.maximum(scale, 2.0**-126 * QMAX[name] * 2), block)[: len(values)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     values=hnp.arrays(np.float32, st.integers(1, 700), elements=FINITE | ORDINARY),
     name=st.sampled_from(["int8", "int4"]),
@@ -73,7 +73,7 @@ def test_an_integer_code_is_off_by_at_most_half_a_scale(values: np.ndarray, name
     assert (error <= largest_scale(values, name, block) * (0.5 + 2.0**-16)).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values=hnp.arrays(np.float32, st.integers(1, 700), elements=FINITE))
 def test_bf16_rounds_to_nearest_even_and_never_to_infinity(values: np.ndarray) -> None:
     back = round_trip(torch.from_numpy(values), CodecSpec(name="bf16"))
@@ -82,7 +82,7 @@ def test_bf16_rounds_to_nearest_even_and_never_to_infinity(values: np.ndarray) -
     assert torch.equal(back, expected.clamp(-largest, largest))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values=hnp.arrays(np.float32, st.integers(1, 700), elements=FINITE))
 def test_none_keeps_every_bit(values: np.ndarray) -> None:
     back = round_trip(torch.from_numpy(values), CodecSpec(name="none")).numpy()

@@ -318,7 +318,7 @@ VALID = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     name=st.sampled_from(sorted(CODECS)),
     changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6),
@@ -336,7 +336,7 @@ def test_a_damaged_frame_gives_a_frame_error_or_a_finite_vector(
     assert vector.shape == (300,) and bool(torch.isfinite(vector).all())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200), prefix=st.integers(0, 60))
 def test_bytes_that_were_never_a_frame_give_a_frame_error(data: bytes, prefix: int) -> None:
     with pytest.raises(FrameError):

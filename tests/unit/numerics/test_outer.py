@@ -44,7 +44,7 @@ def bits(values: Tensor | Floats | None) -> list[int]:
     return [int(word) for word in array.view(np.uint32)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     columns=hnp.arrays(np.float32, st.tuples(st.just(3), st.integers(1, 70)), elements=ORDINARY),
     eta=st.sampled_from([0.7, 0.4, 1.0, 0.1, 0.33]),

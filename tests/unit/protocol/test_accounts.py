@@ -205,7 +205,7 @@ class TokensBalance(RuleBasedStateMachine):
 
 
 TestTokensBalance = TokensBalance.TestCase
-TestTokensBalance.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTokensBalance.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def test_saving_changes_nothing() -> None:

@@ -156,5 +156,5 @@ class Members(RuleBasedStateMachine):
             assert share.merged_cursor == self.merged.get(index, 0)
 
 
-Members.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Members.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestMembers = Members.TestCase

@@ -108,6 +108,8 @@ def test_an_exported_folder_loads_with_transformers_and_holds_theta(tmp_path: Pa
     layout, theta = made_theta(manifest, seed=2)
     export_model(theta, layout, manifest, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert manifest.run_id() in card and "AutoModelForCausalLM" in card and "the bytes of UTF-8 text" in card
     assert all(torch.equal(a, b) for a, b in zip(vectors_of(loaded, layout), theta, strict=True))
 
 
@@ -121,6 +123,7 @@ def test_a_factorys_model_is_exported_as_safetensors(tmp_path: Path) -> None:
     model.load_state_dict(tensors)
     assert all(torch.equal(a, b) for a, b in zip(vectors_of(model, layout), theta, strict=True))
     assert (tmp_path / "out" / "geo_diloco.json").is_file()
+    assert "tests.unit.training.toy:build_toy" in (tmp_path / "out" / "README.md").read_text("utf-8")
 
 
 def test_export_does_not_write_into_a_folder_that_holds_something(tmp_path: Path) -> None:

@@ -276,5 +276,5 @@ class Elections(RuleBasedStateMachine):
         return tuple(found)
 
 
-Elections.TestCase.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+Elections.TestCase.settings = settings(max_examples=12, stateful_step_count=60, deadline=None)
 TestElections = Elections.TestCase
