@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from geo_diloco.sim.checkers import (
     CommitChecker,
     DurableChecker,
     LeaseChecker,
+    PruneChecker,
     StateChecker,
     TokenChecker,
     WorkChecker,
@@ -49,6 +51,8 @@ class Outcome:
     simulated_ms: int = 0
     gap_ms: int = 0
     """Longest time without a durable commit, from the first fault on (or from the first commit)."""
+    num_pruned: int = 0
+    """Updates let go of, all disks together."""
     reasons: tuple[str, ...] = ()
 
 
@@ -64,6 +68,7 @@ class Run:
         self.work = WorkChecker(self.world)
         self.states = StateChecker()
         self.tokens = TokenChecker(self.world)
+        self.pruning = PruneChecker(self.world)
         self.world.watches = (
             self.appends,
             self.chain,
@@ -71,6 +76,7 @@ class Run:
             self.work,
             self.states,
             self.tokens,
+            self.pruning,
             LeaseChecker(self.world),
         )
 
@@ -84,7 +90,7 @@ class Run:
         try:
             return self._go(until_ms)
         except AssertionError as error:
-            raise Violation(self.world, str(error)) from error
+            raise Violation(self.world, str(error) or _where(error)) from error
 
     def _go(self, until_ms: int) -> Outcome:
         clock = self.world.clock
@@ -108,6 +114,7 @@ class Run:
             ended_at_ms=ended_at,
             simulated_ms=clock.now,
             gap_ms=self._gap_ms(),
+            num_pruned=self.pruning.num_pruned,
             reasons=tuple(each.entry.close_reason for each in self.chain.chain if isinstance(each.entry, Commit)),
         )
 
@@ -199,6 +206,12 @@ class Run:
                 f"step {process.learn and process.learn.training.step}"
             )
         return "\n" + "\n".join(lines)
+
+
+def _where(error: AssertionError) -> str:
+    """Of an assertion that says nothing itself."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"assertion in {frame.name}, {frame.filename.rpartition('/')[2]}:{frame.lineno}: {frame.line}"
 
 
 def tokens_of(step: int) -> int:

@@ -25,6 +25,7 @@ class Expected:
     commits: int
     gap_s: float | None = None
     participants: float | None = None
+    pruned: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ def _disappointment(outcome: Outcome, expected: Expected) -> str | None:
     mean = sum(outcome.participants) / max(1, len(outcome.participants))
     if expected.participants is not None and mean < expected.participants:
         return f"{mean:.2f} participants a round, expected {expected.participants} or more"
+    if outcome.num_pruned < expected.pruned:
+        return f"{outcome.num_pruned} updates were let go of, expected {expected.pruned} or more"
     return None
 
 
@@ -85,6 +88,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         election=ElectionSpec(lease_seconds=float(data.get("lease_seconds", 5)), electors=data.get("electors", 3)),
         faults=faults,
         odds=Odds(**data.get("odds", {})),
+        updates_bytes_kept=data.get("updates_bytes_kept"),
         faults_until_ms=max(ends) + int(RECOVERY_S * 1000) if ends else 0,
     )
     expect = data["expect"]
@@ -93,6 +97,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         commits=expect["commits"],
         gap_s=expect.get("gap_s"),
         participants=expect.get("participants"),
+        pruned=expect.get("pruned", 0),
     )
     return Scenario(name=name, row=data["row"], plan=plan, expected=expected)
 
