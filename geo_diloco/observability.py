@@ -115,10 +115,11 @@ def status_json(
     name: str,
     peer: str,
     heldout_at: Mapping[int, float],
+    disk_bytes: int,
     lease_ms: int | None,
 ) -> dict[str, Any]:
     """The JSON of `GET /v1/status`. `heldout_at`: seconds since the run opened at which each record was sealed.
-    `lease_ms`: what is left of a syncer's lease."""
+    `disk_bytes`: what this peer's folder takes. `lease_ms`: what is left of a syncer's lease."""
     return {
         "run": run,
         "name": name,
@@ -143,6 +144,7 @@ def status_json(
         "bytes_out": counters.bytes_out,
         "bytes_per_param_up": _share(counters.up_bytes, counters.up_params),
         "bytes_per_param_down": _share(counters.down_bytes, counters.down_params),
+        "disk_bytes": disk_bytes,
         "uptime_s": round(counters.uptime_s, 3),
         "election": None if status.election is None else _election_json(status.election, lease_ms),
     }

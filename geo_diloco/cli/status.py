@@ -40,6 +40,8 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"in {status['bytes_in']} bytes, out {status['bytes_out']} bytes; per parameter and contribution "
         f"{status['bytes_per_param_up']:.3f} up, {status['bytes_per_param_down']:.3f} down"
     )
+    if status.get("disk_bytes"):
+        lines.append(f"{status['disk_bytes'] / 1e6:.1f} MB on the syncer's disk")
     lines.append("learners:" if status["learners"] else "no learners yet")
     for learner in status["learners"]:
         loss = "-" if learner["loss"] is None else f"{learner['loss']:.4f}"

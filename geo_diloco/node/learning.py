@@ -33,7 +33,7 @@ from geo_diloco.protocol.effects import (
     TakeSample,
     Upload,
 )
-from geo_diloco.protocol.events import DeltaEncoded, SampleTaken, Saved, UploadDone, UploadFailed
+from geo_diloco.protocol.events import DeltaEncoded, SampleTaken, Saved, SnapshotKept, UploadDone, UploadFailed
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.donor import Donors
 from geo_diloco.runtime.driver import Driver, Interpreter, Worker
@@ -221,6 +221,7 @@ class Learning:
                 self._saved.notify_all()
             return
         self._num_saved += 1
+        self._p.driver.feed(SnapshotKept(effect.resume_at.seq))
         while self._forgotten and self._forgotten[0][0] + KEPT < self._num_saved:
             self._p.store.delete(self._forgotten.popleft()[1])
         async with self._saved:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import DigestMismatch, RefusedError, RunDirError, TapeError
-from geo_diloco.manifest import FragmentId
+from geo_diloco.manifest import FragmentId, Seq
 from geo_diloco.node.joining import Lobby, Position, catch_up, chain_of, check_same_layout, joined_blobs
+from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.learning import Learning, LearningParts, blobs_to_keep
 from geo_diloco.node.machine import hello_facts
 from geo_diloco.node.rundir import disk_failure
-from geo_diloco.node.station import Station, StationParts
+from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest
 from geo_diloco.protocol.effects import PersistAccounts, ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import Resumed, SnapshotLoaded
@@ -30,6 +31,7 @@ from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Worker
 from geo_diloco.runtime.merger import OuterState
+from geo_diloco.runtime.snapshots import SnapshotShelf
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.tape import from_json, tokens_lost_after
 from geo_diloco.training.checkpoint import LearnerCheckpoint, load_learner
@@ -57,6 +59,8 @@ class Member:
         self._worker = Worker("fold")
         self._chain: ChainCopy | None = None
         self._outer: OuterState | None = None
+        self._shelf: SnapshotShelf | None = None
+        """Of a peer that does not train; a learner has checkpoints."""
         self._station: Station | None = None
         self.learning: Learning | None = None
         self.finished = asyncio.Event()
@@ -85,10 +89,16 @@ class Member:
         station = self._build(position, chain, trains=trains)
         station.load(position.snapshot, away_ms=0, resumed=resumed)
         station.go_on_air(first=position.place or (None, lobby.url))
+        if self._shelf is not None:
+            keeper = SnapshotKeeper(station.driver, self._worker, self._shelf, log=lobby.log)
+            station.run(keeper.run(), name="snapshots")
         return Begun(theta=theta, checkpoint=saved)
 
     def _sweep(self, chain: ChainCopy, accounts: PersistAccounts | None) -> None:
-        self._store.sweep(blobs_to_keep(set(chain.updates) | joined_blobs(self.lobby.run_dir), accounts))
+        """What came before the state that it goes on from is kept for a replay, and for others, while it is little."""
+        after = Seq(2**62) if accounts is None else accounts.resume_at.seq
+        updates = chain.newest_updates(UPDATES_BYTES_KEPT, after=after)
+        self._store.sweep(blobs_to_keep(updates | joined_blobs(self.lobby.run_dir), accounts))
 
     def _resume_position(self, outer: OuterState, saved: LearnerCheckpoint, at: SnapshotLoaded) -> Position:
         """Theta at our own anchors; the core asks for what came after."""
@@ -122,6 +132,15 @@ class Member:
 
     def _build(self, position: Position, chain: ChainCopy, *, trains: bool) -> Station:
         lobby = self.lobby
+        if not trains:
+            lobby.run_dir.state.mkdir(exist_ok=True)
+            self._shelf = SnapshotShelf(
+                lobby.run_dir.state,
+                run=lobby.invite.run,
+                outer=position.outer,
+                store=self._store,
+                identity=lobby.identity,
+            )
         parts = StationParts(
             run_dir=lobby.run_dir,
             run=lobby.invite.run,
@@ -136,7 +155,7 @@ class Member:
             outer=position.outer,
             store=self._store,
             chain=chain,
-            shelf=None,
+            shelf=self._shelf,
             role="learner" if trains else "follower",
             hello=hello_facts(),
             may_serve=False,

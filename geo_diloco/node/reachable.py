@@ -23,7 +23,7 @@ from geo_diloco.node.inviting import FounderInfo, info_of
 from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.machine import hello_facts
 from geo_diloco.node.rundir import disk_failure
-from geo_diloco.node.station import Station, StationParts
+from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import AmendmentAsked, FoundRun, HandoverAsked
@@ -42,6 +42,7 @@ from geo_diloco.runtime.wire import Order, Signed, open_amendment
 
 AWAY_MS_MAX = 30 * 24 * 3_600_000
 LEAVE_S = 1.5
+LOOK_AFTER_S = 30.0
 OPEN_S = 5.0
 """A founder that is its only elector opens its term sooner, or says why it can't."""
 
@@ -70,6 +71,7 @@ class ReachableNode:
         self._counters = Counters()
         self._bytes = ByteCounters()
         self._heldout_at: dict[int, float] = {}
+        self._disk_bytes = 0
         self._worker = Worker("fold")
         self._session = make_session()
         self._server = HttpServer(self, parts.identity, parts.store)
@@ -110,8 +112,16 @@ class ReachableNode:
         self.station.go_on_air(first=self._first)
         keeper = self._keeper = SnapshotKeeper(self.driver, self._worker, p.snapshots, log=p.log)
         self.station.run(keeper.run(), name="snapshots")
+        self.station.run(self._look_after(), name="look after")
         await self._wait_open()
         return info_of(p, config, maddrs=self._directory.visible_maddrs, http=self._address)
+
+    async def _look_after(self) -> None:
+        """What would take long when somebody asks."""
+        while True:
+            self._collect_proof()
+            self._disk_bytes = await asyncio.to_thread(self._p.run_dir.num_bytes)
+            await asyncio.sleep(LOOK_AFTER_S)
 
     async def _listen(self, port: int) -> int:
         """At the port asked for; one of an earlier process may be taken by now, then any."""
@@ -166,7 +176,7 @@ class ReachableNode:
                 hello=hello_facts(self._address),
                 may_serve=True,
                 may_elect=True,
-                updates_bytes_max=None,
+                updates_bytes_kept=None if self._config.keep_contributions else UPDATES_BYTES_KEPT,
             ),
             on_failure=self._fail,
         )
@@ -261,6 +271,11 @@ class ReachableNode:
     def proof(self, first: int, limit: int) -> list[Signed]:
         if not self._is_on_air:
             return []
+        self._collect_proof()
+        return self._proof[first : first + limit]
+
+    def _collect_proof(self) -> None:
+        """Of what is durable by now; as a rule while it is in memory."""
         core, chain = self.station.core, self._p.chain
         while self._proof_seq < core.ledger.seq:
             digest = core.election.digest_at(Seq(self._proof_seq + 1))
@@ -271,7 +286,6 @@ class ReachableNode:
             self._proof_seq = Seq(self._proof_seq + 1)
             if is_of_proof(entry):
                 self._proof.append(signed)
-        return self._proof[first : first + limit]
 
     async def snapshot(self, fragments: tuple[int, ...] | None) -> Signed | None:
         return await self._keeper.newest() if self._keeper is not None and self._is_on_air else None
@@ -295,6 +309,7 @@ class ReachableNode:
             name=p.manifest.name,
             peer=p.identity.peer_id,
             heldout_at=self._heldout_at,
+            disk_bytes=self._disk_bytes,
             lease_ms=_left(station.core.election.lease_until(now), now),
         )
 

@@ -108,6 +108,11 @@ class RunDir:
         """p2pd's own files."""
         return self.root / "dht"
 
+    def num_bytes(self) -> int:
+        """What this peer's own files take on the disk, as far as that can be read. May take long."""
+        parts = (self.chain, self.tape, self.log, self.blobs, self.state, self.checkpoint)
+        return sum(_num_bytes(part) for part in parts)
+
     def release(self) -> None:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
@@ -122,6 +127,15 @@ def read_manifest(run_dir: RunDir) -> RunManifest:
         raise RunDirError(f"{run_dir.root} is not a run directory: no manifest.json") from exc
     except ManifestError as exc:
         raise RunDirError(f"{run_dir.manifest}: {exc}") from exc
+
+
+def _num_bytes(path: Path) -> int:
+    try:
+        if not path.is_dir():
+            return path.stat().st_size
+        return sum(_num_bytes(each) for each in path.iterdir())
+    except OSError:  # gone meanwhile, or never there
+        return 0
 
 
 def joined_snapshot(run_dir: RunDir) -> Snapshot | None:

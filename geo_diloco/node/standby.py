@@ -1,6 +1,6 @@
 """A standby as its owner sees it: a peer that does not train, can be reached, and takes over when the syncer is gone.
 
-It joins with the invite as anybody, and from then on keeps what a founder keeps: the whole chain, every update,
+It joins with the invite as anybody, and from then on keeps what a founder keeps: the whole chain, updates,
 momentum and snapshots of its own. What it resumes from is its own newest snapshot, or the one it joined with.
 """
 

@@ -56,6 +56,8 @@ LOOK_EVERY_S = 5.0
 LOOK_S = 5.0
 """How long whoever looks for the syncer waits for the directory; it may have lost the one who is gone, too."""
 SIGHTINGS_MAX = 16
+UPDATES_BYTES_KEPT = 256 << 20
+"""A small run keeps every update; a large one hardly more than it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ class StationParts:
     hello: HelloFacts
     may_serve: bool
     may_elect: bool
-    updates_bytes_max: int | None = 256 << 20
+    updates_bytes_kept: int | None = UPDATES_BYTES_KEPT
+    """What updates may take on the disk beyond those that are needed; none: all of them stay."""
 
 
 class Station:
@@ -166,7 +169,6 @@ class Station:
                 replacing=FragmentReplacing(replacing),
                 log=p.log,
                 is_elector=p.may_elect,
-                updates_bytes_max=p.updates_bytes_max,
             )
         )
 
@@ -303,11 +305,11 @@ class Station:
         return connect_control(p.session, url, p.identity, p.run, expected_peer=expected, counters=p.counters)
 
     def _blob_damaged(self, blob: BlobRef) -> None:
-        """Bytes of an entry turned out to be gone. From any thread."""
-        entry = self._p.chain.updates.get(blob.digest)
+        """Bytes of an entry turned out to be gone, or of a snapshot. From any thread."""
+        entry, shelf = self._p.chain.updates.get(blob.digest), self._p.shelf
+        if shelf is not None and (entry is not None or blob.digest in shelf.named):
+            shelf.hurry()
         if entry is not None:
-            if self._p.shelf is not None:
-                self._p.shelf.hurry()
             self.driver.feed_from_thread(EntryLost(entry))
 
     # ---- end
@@ -345,6 +347,7 @@ def _seat(p: StationParts) -> Seat:
         fresh_enrolment=secrets.token_hex(8),
         machine=machine_name(p.run),
         jitter=secrets.randbits(32),
+        updates_bytes_kept=p.updates_bytes_kept,
     )
 
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from geo_diloco.manifest import BranchId, Digest, MonoMs, PeerId, Seq, Term, Version
 from geo_diloco.protocol.amendments import newest_number
-from geo_diloco.protocol.effects import Effect, FetchEntries, KeepEntry, Note, PersistVote, Send, SendEntries
+from geo_diloco.protocol.effects import Effect, FetchEntries, KeepEntry, Note, PersistVote, Prune, Send, SendEntries
 from geo_diloco.protocol.election.ballots import Head, Rank, Root
 from geo_diloco.protocol.election.machine import Election
 from geo_diloco.protocol.election.polls import (
@@ -50,6 +50,7 @@ from geo_diloco.protocol.events import (
 from geo_diloco.protocol.fold import Fold, Step
 from geo_diloco.protocol.ledger import NO_SEQ, Ledger, facts_of
 from geo_diloco.protocol.messages import Commit, Entry, Found, Open
+from geo_diloco.protocol.pruning import Pruning
 
 TAIL_MAX = 4096
 """Entries kept beyond the durable head. No syncer goes that far; who is that far behind asks again."""
@@ -74,11 +75,17 @@ class Chain:
     """Entries, election, ledger and fold of one peer."""
 
     def __init__(
-        self, election: Election, on_folded: Callable[[Entry], None], *, remembers: PeerId | None = None
+        self,
+        election: Election,
+        on_folded: Callable[[Entry], None],
+        pruning: Pruning,
+        *,
+        remembers: PeerId | None = None,
     ) -> None:
         """`on_folded` is told every entry when the ledger stands exactly there. `remembers`: the peer for whose work
         alone the ledger needs a memory, where nobody will ever serve."""
         self.election = election
+        self._pruning = pruning
         self._on_folded = on_folded
         self.ledger = Ledger(only=remembers)
         """Of what is durable."""
@@ -124,10 +131,12 @@ class Chain:
                 amendments=newest_number(snapshot.amended),
             )
         self.election.based_on(snapshot.head_digest)
+        self._pruning.snapshot_kept(snapshot.seq)
 
     def _begin_fold(self, versions: list[Version]) -> None:
         self._contained = versions
         self.fold.start(len(versions))
+        self._pruning.start(len(versions))
 
     def loaded(self, now: MonoMs) -> Outcome:
         """All that this disk has was given."""
@@ -192,19 +201,27 @@ class Chain:
         return [*folded, *self._elect(event, now)]
 
     def update_lost(self, event: UpdateLost) -> Outcome:
-        """Nobody has it any more. What is not durable yet its syncer has: that is asked for again."""
+        """Nobody has it any more. What is not durable yet its syncer has: that is asked for again. What is durable and
+        not folded yet, because entries are still to come, may be pruned everywhere: it is asked for again when folded.
+        """
         commit = self._updates.pop(event.digest, None)
         if commit is None:
             return []
         if event.digest in self._entries:
-            return self._keep(event.digest)
+            return self._keep(event.digest) if commit.header.seq > self._durable_seq else []
         return [*self.fold.lost(commit, event.reason)]
 
-    def kept(self, event: SnapshotKept) -> None:
-        """A snapshot of the ledger as of then is on disk."""
+    def kept(self, event: SnapshotKept) -> Outcome:
+        """A snapshot of the ledger as of then is on disk: what lies before it may go."""
         digest = self.election.digest_at(event.seq)
         if digest is not None:
             self.election.based_on(digest)
+        self._pruning.snapshot_kept(event.seq)
+        floor = self._pruning.floor
+        assert floor is None or floor <= self.ledger.seq, "a snapshot of what is not durable"
+        updates = self._pruning.due()
+        entries = () if floor is None else self.election.forget(floor)
+        return [Prune(updates, entries)] if updates or entries else []
 
     def tail(self, head: Head) -> list[tuple[Entry, Digest]]:
         """Entries after the ledger's, up to `head`, which is on the chain."""
@@ -243,6 +260,8 @@ class Chain:
                 return [*outcome, Note("chain", f"ALARM: a durable entry can't be folded: {why_not}", "error")]
             self.ledger.apply(entry, digest)
             self._on_folded(entry)
+            if isinstance(entry, Commit):
+                self._pruning.folded(entry)
             outcome += self._fold(entry, digest)
             self._drop(digest)
         self._drop_old()

@@ -102,6 +102,15 @@ class FetchFragment:
 
 
 @dataclass(frozen=True, slots=True)
+class Prune:
+    """Delete these updates, if they are on this disk, and take these entries out of memory: what is asked of them from
+    now on is read from the disk, where they stay."""
+
+    updates: tuple[BlobRef, ...]
+    entries: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """For people: a log line. The shell prints a repeated (topic, text) once."""
 
@@ -298,6 +307,7 @@ Effect = (
     | KeepEntry
     | ApplyUpdate
     | FetchFragment
+    | Prune
     | Note
     | RunFinished
     | ReadyToLeave

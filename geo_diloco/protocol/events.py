@@ -90,7 +90,8 @@ class ChainLoaded:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotKept:
-    """A snapshot of the durable state as of `seq` is on this disk: updates up to it are not needed any more."""
+    """A snapshot of the durable state as of `seq` is on this disk (or a learner's checkpoint, from which it would go on
+    there): updates up to it are not needed here any more."""
 
     seq: Seq
 

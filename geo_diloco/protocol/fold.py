@@ -123,6 +123,8 @@ class Fold:
         pipeline = self._pipelines[commit.fragment]
         if not any(each.version == commit.version and each.update == commit.update for each in pipeline.commits):
             return []
+        if pipeline.replacing:
+            return []
         text = f"update {commit.version} of fragment {commit.fragment} is not held any more: {reason}"
         return [Note("chain", text), *self._replace(pipeline)]
 

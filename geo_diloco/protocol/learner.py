@@ -124,6 +124,8 @@ class Learner:
         """How often each queued upload was passed over."""
         self._adoptions: list[deque[_Adoption]] = []
         self._adopted_heads: list[FragmentHead] = []
+        self._taken: list[dict[ContributionId, Version]] = []
+        """Own work that commits on our ledger took, and the version they made, until that is adopted."""
         self._unadopted: deque[_Position] = deque()
         """Entries not known to be adopted yet, oldest first, and where the chain stood with each."""
         self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, (), NO_SEQ, None, (), None)
@@ -138,6 +140,7 @@ class Learner:
         ]
         self._adoptions = [deque() for _ in self.accounts]
         self._adopted_heads = list(self._ledger.heads)
+        self._taken = [{} for _ in self.accounts]
         self._floor = self._position(None)
 
     def resumed(self, event: Resumed) -> list[Effect]:
@@ -358,9 +361,9 @@ class Learner:
         return effects + self._sample_if_ready(account.fragment)
 
     def _merged_already(self, account: Account, contribution: Contribution) -> bool:
-        """A commit that takes it is on our chain already, only not adopted yet: that outranks a refusal."""
-        claim = contribution.id
-        return self._ledger.is_consumed(claim) is True
+        """A commit that takes it is on our chain already, only not adopted yet: that outranks a refusal. The
+        ledger's own memory does not reach as far back as one who was away for long may need."""
+        return contribution.id in self._taken[account.fragment]
 
     # -- adoption -------------------------------------------------------------------------------------------------
 
@@ -392,6 +395,8 @@ class Learner:
             state_digest=newest.state_digest,
             momentum_digest=newest.momentum_digest,
         )
+        taken = self._taken[event.fragment]
+        self._taken[event.fragment] = {claim: version for claim, version in taken.items() if version > event.version}
         effects = self._book(account, adoption, event)
         self._move_floor()
         return effects + self._sample_if_ready(event.fragment)
@@ -415,6 +420,10 @@ class Learner:
     def entry_taken(self, entry: Entry) -> None:
         """An entry is new on our ledger. No checkpoint resumes beyond the last commit of a run: that it is finished is
         for whoever resumes to hear from the chain."""
+        if isinstance(entry, Commit):
+            for each in entry.participants:
+                if each.peer == self._peer:
+                    self._taken[entry.fragment][id_of(each, entry.fragment)] = entry.version
         if self._ledger.finished is not None:
             return
         commit = (entry.fragment, entry.version) if isinstance(entry, Commit) else None

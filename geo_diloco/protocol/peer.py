@@ -59,6 +59,7 @@ from geo_diloco.protocol.fold import Step
 from geo_diloco.protocol.learner import Learner
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import ContributionId, Entry, Hello
+from geo_diloco.protocol.pruning import SPARE_VERSIONS, Pruning
 from geo_diloco.protocol.seat import HelloFacts, Seat, election_of
 from geo_diloco.protocol.serving import Order, Serving
 from geo_diloco.protocol.session import Session
@@ -96,7 +97,8 @@ class Peer:
         self.role: Role = role
         seat, facts = seat or Seat(), hello or HelloFacts()
         election = election_of(peer, boot, rules, seat, facts.address)
-        self._chain = Chain(election, self._on_folded, remembers=None if seat.may_serve else peer)
+        pruning = Pruning(versions_kept=rules.sync.staleness_max + SPARE_VERSIONS, bytes_kept=seat.updates_bytes_kept)
+        self._chain = Chain(election, self._on_folded, pruning, remembers=None if seat.may_serve else peer)
         self._learner = Learner(peer, rules, self.ledger) if role == "learner" else None
         self._session = Session(facts, layout_digest, self._chain, self._learner)
         self._serving = Serving(peer, boot, run, rules, self._chain, address=facts.address)
@@ -200,8 +202,7 @@ class Peer:
             case AmendmentAsked():
                 return self._serving.amend(event)
             case SnapshotKept():
-                chain.kept(event)
-                return []
+                return chain.kept(event)
             case SnapshotLoaded():
                 return self._snapshot_loaded(event)
             case ChainLoaded():

@@ -37,6 +37,8 @@ class Seat:
     """What tells hosts apart."""
     jitter: int = 0
     """Random."""
+    updates_bytes_kept: int | None = None
+    """What updates may take on its disk once snapshots contain them; all of them stay, if none is given."""
 
 
 def election_of(peer: PeerId, boot: BootId, rules: RunRules, seat: Seat, address: str) -> Election:

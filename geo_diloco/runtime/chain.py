@@ -1,5 +1,7 @@
 """A peer's own log of the chain: every entry that the core wanted kept, verified, on disk, found by its digest.
 
+Memory has the newest; what the core has let go of is read from the disk when somebody asks for it.
+
 Entries come from the syncer's announcements, from electors, from fetches and from this disk; whichever way, they pass
 here once. Which of them count is the core's to say: several may continue the same one, and none is taken out again.
 Writing is in order and off the loop. `read_entries` and `counting_chain` answer without a core what counts, for a
@@ -13,10 +15,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, RunDirError
-from geo_diloco.manifest import Digest, RunId
-from geo_diloco.protocol.messages import Commit, Entry
-from geo_diloco.runtime.store import ChainStore
+from geo_diloco.errors import BlobError, LocalProtocolError, RemoteProtocolError, RunDirError
+from geo_diloco.manifest import Digest, RunId, Seq
+from geo_diloco.protocol.messages import BlobRef, Commit, Entry
+from geo_diloco.runtime.store import ChainStore, Place
 from geo_diloco.runtime.wire import Signed, open_entry
 
 Link = tuple[Signed, Entry]
@@ -33,16 +35,17 @@ class ChainCopy:
         """In the order in which they came."""
         self._arriving: dict[Digest, Link] = {}
         """Verified, and not asked to be kept (yet)."""
-        self._written: set[Digest] = set()
+        self._places: dict[Digest, Place] = {}
+        """Where on disk, of those that are written."""
         self.updates: dict[Digest, Digest] = {}
-        """Update blobs that entries here name, and the entry."""
+        """Update blobs that entries here name and that were not let go of, and the entry."""
 
     def load(self) -> list[Link]:
         """Read and verify the copy on disk. Raises RunDirError if it is not of this run."""
-        for signed in self._store.load():
+        for signed, place in self._store.load_placed():
             try:
                 self._add(signed, self.verify(signed))
-                self._written.add(signed.digest)
+                self._places[signed.digest] = place
             except RemoteProtocolError as exc:
                 raise RunDirError(f"the chain on disk can't be used: {exc}") from exc
         return self.entries()
@@ -55,7 +58,7 @@ class ChainCopy:
         return entry
 
     def knows(self, digest: Digest) -> bool:
-        return digest in self._entries
+        return digest in self._entries or digest in self._places
 
     def arrives(self, signed: Signed, entry: Entry) -> None:
         """Have a verified entry at hand while the core looks at it."""
@@ -67,7 +70,7 @@ class ChainCopy:
 
     def take(self, digest: Digest) -> bool:
         """The core wants it kept: from now on it is found here. False if it was already."""
-        if digest in self._entries:
+        if self.knows(digest):
             return False
         link = self._arriving.pop(digest, None)
         if link is None:
@@ -84,36 +87,68 @@ class ChainCopy:
         """Have it on disk, after all that was taken before it. Raises what the disk raises."""
         signed, _ = self._entries[digest]
         await self._write(signed, sync)
-        self._written.add(digest)
 
     def is_written(self, digest: Digest) -> bool:
-        return digest in self._written
+        return digest in self._places
 
     async def append(self, signed: Signed, entry: Entry) -> None:
         """The syncer's own way: on disk when it returns, and only then found here. Raises what the disk raises."""
         await self._write(signed, True)
-        self._written.add(signed.digest)
         self._add(signed, entry)
 
     async def _write(self, signed: Signed, sync: bool) -> None:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._writer, lambda: self._store.append(signed, sync=sync))
+        place = await loop.run_in_executor(self._writer, lambda: self._store.append(signed, sync=sync))
+        self._places.setdefault(signed.digest, place)
+
+    def let_go(self, digests: Iterable[Digest], updates: Iterable[BlobRef]) -> None:
+        """Take these entries out of memory, as far as they are on disk, and don't count on these updates any more."""
+        for digest in digests:
+            if digest in self._places:
+                self._entries.pop(digest, None)
+        for update in updates:
+            self.updates.pop(update.digest, None)
+
+    def newest_updates(self, bytes_max: int, *, after: Seq) -> set[Digest]:
+        """Update blobs of all entries in memory after that seq, and of older ones as long as they take no more."""
+        commits = [entry for _, entry in self._entries.values() if isinstance(entry, Commit)]
+        commits.sort(key=lambda commit: commit.header.seq, reverse=True)
+        kept: set[Digest] = set()
+        for commit in commits:
+            bytes_max -= commit.update.size
+            if commit.header.seq > after or bytes_max >= 0:
+                kept.add(commit.update.digest)
+        return kept
 
     def signed(self, digest: Digest) -> Signed | None:
-        link = self._entries.get(digest)
-        return None if link is None else link[0]
+        """None if it is not here, or can't be read any more."""
+        link, place = self._entries.get(digest), self._places.get(digest)
+        if link is not None or place is None:
+            return None if link is None else link[0]
+        try:
+            signed = self._store.read(place)
+        except (BlobError, RemoteProtocolError):
+            return None
+        return signed if signed.digest == digest else None
 
     def entry(self, digest: Digest) -> Entry | None:
+        """As `signed`."""
         link = self._entries.get(digest)
-        return None if link is None else link[1]
+        if link is not None:
+            return link[1]
+        signed = self.signed(digest)
+        try:
+            return None if signed is None else open_entry(signed)
+        except RemoteProtocolError:
+            return None
 
     def entries(self) -> list[Link]:
-        """All of them, in the order in which they came."""
+        """Those in memory, in the order in which they came: all, until some are let go of."""
         return list(self._entries.values())
 
     @property
     def num_entries(self) -> int:
-        return len(self._entries)
+        return len(self._entries.keys() | self._places.keys())
 
     def close(self) -> None:
         """Waits for what is still to be written."""

@@ -34,6 +34,7 @@ from geo_diloco.protocol.effects import (
     FetchEntries,
     FetchFragment,
     KeepEntry,
+    Prune,
 )
 from geo_diloco.protocol.events import (
     Applied,
@@ -88,8 +89,6 @@ class FollowingParts:
     log: EventLog
     is_elector: bool = False
     """Entries are synced before they count as stored."""
-    updates_bytes_max: int | None = 256 << 20
-    """Applied updates are kept up to this much, for replay and for others; all of them if none is given."""
 
 
 class Following:
@@ -104,8 +103,6 @@ class Following:
         self._awaited: dict[Digest, tuple[BlobRef, asyncio.Event]] = {}
         """Updates that are on their way, by their own digest; set when somebody has brought it."""
         self._reached: dict[FragmentId, OrderedDict[Version, Tensor]] = {}
-        self._updates: OrderedDict[BlobRef, None] = OrderedDict()
-        self._updates_bytes = 0
 
     def interpreters(self) -> Mapping[type, Interpreter]:
         driver = self._p.driver
@@ -114,6 +111,7 @@ class Following:
             KeepEntry: self._keep,
             ApplyUpdate: lambda effect: driver.start(self._apply(effect), name="apply update"),
             FetchFragment: lambda effect: driver.start(self._fetch_fragment(effect), name="fetch fragment"),
+            Prune: self._prune,
         }
 
     # ---- entries
@@ -244,25 +242,30 @@ class Following:
             p.driver.feed(ApplyFailed(effect.fragment, effect.version, str(exc)))
             return
         self.keep_theta(effect.fragment, effect.version, theta)
-        self._keep_update(effect.update)
         p.driver.feed(Applied(effect.fragment, effect.version, effect.state_digest))
-
-    def _keep_update(self, update: BlobRef) -> None:
-        if self._p.updates_bytes_max is None:
-            return
-        if update not in self._updates:
-            self._updates[update] = None
-            self._updates_bytes += update.size
-        while self._updates_bytes > self._p.updates_bytes_max and len(self._updates) > 1:
-            oldest, _ = self._updates.popitem(last=False)
-            self._updates_bytes -= oldest.size
-            self._p.store.delete(oldest)
 
     async def _fetch_fragment(self, effect: FetchFragment) -> None:
         event = await self._p.replacing.replace(effect.fragment, effect.version)
         theta = await self._p.worker.call(self._p.outer.theta, effect.fragment)
         self.keep_theta(effect.fragment, event.version, theta)
         self._p.driver.feed(event)
+
+    # ---- what is not needed any more
+
+    def _prune(self, effect: Prune) -> None:
+        self._p.chain.let_go(effect.entries, effect.updates)
+        if effect.updates:
+            self._p.driver.start(self._delete(effect.updates), name="prune")
+
+    async def _delete(self, updates: Sequence[BlobRef]) -> None:
+        def delete() -> None:
+            for update in updates:
+                self._p.store.delete(update)
+
+        try:
+            await asyncio.to_thread(delete)
+        except BlobError as exc:
+            self._p.log.note("prune", f"updates that are not needed any more stay: {exc}", level="warning")
 
     # ---- reached versions
 

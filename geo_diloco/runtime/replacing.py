@@ -7,6 +7,7 @@ not matter: the chain says which bits a version has, and nothing is loaded that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,27 +99,25 @@ class FragmentReplacing:
     def _commits(self, fragment: FragmentId, after: Version, until: Version) -> list[Commit] | None:
         """The durable commits of a fragment after one version up to another; None if one of them is not at hand."""
         found: dict[int, Commit] = {}
-        for commit in self._durable_commits():
-            if commit.fragment == fragment and after < commit.version <= until:
-                found[commit.version] = commit
-            if len(found) == until - after:
+        for commit in self._durable_commits(fragment):
+            if commit.version <= after:
                 break
+            if commit.version <= until:
+                found[commit.version] = commit
         wanted = range(after + 1, until + 1)
         if any(each not in found or not self._p.store.has(found[each].update) for each in wanted):
             return None
         return [found[each] for each in wanted]
 
-    def _durable_commits(self) -> list[Commit]:
-        """Newest first, as far back as they are known here."""
+    def _durable_commits(self, fragment: FragmentId) -> Iterator[Commit]:
+        """Newest first, as far back as they are known here; older ones are read from the disk."""
         core = self._p.driver.core
-        commits: list[Commit] = []
         seq = core.ledger.seq
         while (digest := core.election.digest_at(Seq(seq))) is not None:
             entry = self._p.chain.entry(digest)
-            if isinstance(entry, Commit):
-                commits.append(entry)
+            if isinstance(entry, Commit) and entry.fragment == fragment:
+                yield entry
             seq = Seq(seq - 1)
-        return commits
 
     # ---- from somebody's snapshot
 
@@ -135,6 +134,8 @@ class FragmentReplacing:
         for blob in (snapshot.theta[fragment], snapshot.momentum[fragment]):
             if self._p.shelf is None or blob.digest not in self._p.shelf.named:
                 self._p.store.delete(blob)
+        if self._p.shelf is not None:
+            self._p.shelf.hurry()  # the updates before it are not here, nor may they come any more
         return FragmentReplaced(fragment, head.version, head.state_digest)
 
     async def _fetch(self, fragment: FragmentId, version: Version) -> Snapshot:
@@ -154,8 +155,10 @@ class FragmentReplacing:
         if snapshot.theta[fragment].size != size or snapshot.momentum[fragment].size != size:
             raise RemoteProtocolError("a snapshot of another size than the layout")
         now = self._p.driver.core.ledger.heads[fragment]
-        for commit in self._durable_commits():
-            if commit.fragment == fragment and commit.version == head.version:
+        for commit in self._durable_commits(fragment):
+            if commit.version < head.version:
+                break
+            if commit.version == head.version:
                 if (commit.state_digest, commit.momentum_digest) != (head.state_digest, head.momentum_digest):
                     raise RemoteProtocolError(f"a snapshot with another version {head.version} than the chain's")
                 return

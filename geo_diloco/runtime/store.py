@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -226,6 +227,13 @@ class BlobStore:
             raise StoreFullError(why)
 
 
+class Place(NamedTuple):
+    """Where a line of the chain lies on disk, in bytes."""
+
+    offset: int
+    size: int
+
+
 class ChainStore:
     """Entries as signed, one line each, in the order in which they came; those of chains that do not count any more
     stay among them. Belongs to one process. Signatures and places are the reader's matter (`chain.py`).
@@ -256,7 +264,7 @@ class ChainStore:
             self._file.close()
             raise
 
-    def append(self, signed: Signed, *, sync: bool = True) -> None:
+    def append(self, signed: Signed, *, sync: bool = True) -> Place:
         """On disk when it returns; without `sync`, on its way there. Raises RunDirError, and is as before."""
         with self._lock:
             line = signed.to_line().encode() + b"\n"
@@ -267,14 +275,30 @@ class ChainStore:
             except OSError as exc:
                 os.ftruncate(self._file.fileno(), self._end)
                 raise RunDirError(f"chain {self._path}: {exc.strerror or exc}; free some space") from exc
+            place = Place(self._end, len(line))
             self._end += len(line)
             self.num_entries += 1
+            return place
 
     def load(self) -> list[Signed]:
         """All entries, oldest first."""
+        return [signed for signed, _ in self.load_placed()]
+
+    def load_placed(self) -> list[tuple[Signed, Place]]:
+        """The same, each with where it lies."""
         with self._lock, disk_errors():
-            lines = read_at(self._path, 0, self._end).splitlines()
-        return [Signed.from_line(line) for line in lines]
+            lines = read_at(self._path, 0, self._end).splitlines(keepends=True)
+        placed: list[tuple[Signed, Place]] = []
+        offset = 0
+        for line in lines:
+            placed.append((Signed.from_line(line.rstrip(b"\n")), Place(offset, len(line))))
+            offset += len(line)
+        return placed
+
+    def read(self, place: Place) -> Signed:
+        """The entry there, as it is now. Raises BlobError or RemoteProtocolError if it can't be read."""
+        with disk_errors():
+            return Signed.from_line(read_at(self._path, *place).rstrip(b"\n"))
 
     def close(self) -> None:
         self._file.close()

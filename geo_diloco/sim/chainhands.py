@@ -13,6 +13,7 @@ from geo_diloco.protocol.effects import (
     FetchEntries,
     FetchFragment,
     KeepEntry,
+    Prune,
     SendEntries,
 )
 from geo_diloco.protocol.events import (
@@ -67,6 +68,8 @@ class ChainHands:
                 self._send_entries(effect)
             case ApplyUpdate():
                 process.on_fold(lambda: self._apply(effect))
+            case Prune():
+                process.disk.blobs.difference_update(update.digest for update in effect.updates)
             case FetchFragment():
                 ms = process.clock.between(process.world.plan.transfer_ms)
                 process.clock.after(ms, lambda: self._fetch_fragment(effect))
@@ -154,10 +157,11 @@ class ChainHands:
         process, world = self._process, self._process.world
         if not process.alive or update.digest not in self._wanted:
             return
-        donors = [] if process.frozen else [d for d in world.mirrors(process) if update.digest in d.disk.blobs]
-        if not donors:
+        mirrors = [] if process.frozen else world.mirrors(process)
+        donors = [donor for donor in mirrors if update.digest in donor.disk.blobs]
+        if not donors and not any(mirror.core.serves for mirror in mirrors):
             process.clock.after(process.clock.between((100, 800)), lambda: self._fetch(update))
-        elif world.mishap(world.plan.odds.update_lost):
+        elif not donors or world.mishap(world.plan.odds.update_lost):
             for digest in sorted(self._wanted.pop(update.digest)):
                 process.handle(UpdateLost(digest, "not kept"))
         else:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from geo_diloco.manifest import Digest, FragmentId
-from geo_diloco.protocol.effects import Effect, PersistAccounts, TokensDropped, TokensMerged
+from geo_diloco.protocol.effects import Effect, PersistAccounts, Prune, TokensDropped, TokensMerged
 from geo_diloco.protocol.election.ballots import Elector
 from geo_diloco.protocol.events import Event, Resumed
 from geo_diloco.protocol.messages import Amendment, Commit, Entry, Finished, Found, Open, RosterChange
@@ -253,6 +253,41 @@ class StateChecker(Watch):
     def state(self, process: Process, fragment: int, version: int, digest: Digest) -> None:
         known = self._digests.get((fragment, version))
         assert known == digest, f"host {process.host.index}: fragment {fragment}, version {version} is not durable"
+
+
+class PruneChecker(Watch):
+    """What a disk lets go of, a snapshot on it contains (I5, I6: what is held is held), and those a little behind can
+    still have."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._entries: dict[Digest, list[Commit]] = defaultdict(list)
+        self.num_pruned = 0
+
+    def durable(self, process: Process, signed: SignedEntry) -> None:
+        if isinstance(signed.entry, Commit):
+            self._entries[signed.entry.update.digest].append(signed.entry)
+
+    def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Prune):
+                self.num_pruned += len(effect.updates)
+                self._check(process, effect)
+
+    def _check(self, process: Process, effect: Prune) -> None:
+        disk = process.host.disk
+        held = disk.checkpoint.accounts.resume_at if process.learn and disk.checkpoint else disk.snapshot
+        assert held is not None, "updates go, and there is no snapshot"
+        for update in effect.updates:
+            commits = self._entries[update.digest]
+            assert commits, f"host {process.host.index} lets go of what is not durable"
+            for commit in commits:
+                assert commit.version <= held.heads[commit.fragment].version, (
+                    f"host {process.host.index} lets go of version {commit.version} of fragment {commit.fragment}"
+                )
+                known = process.core.ledger.heads[commit.fragment].version
+                behind = known - commit.version
+                assert behind > self._world.plan.sync.staleness_max, f"an update that is only {behind} versions old"
 
 
 @dataclass

@@ -46,6 +46,7 @@ def drawn_plan(seed: int, *, seconds: float = 60.0, num_hosts: tuple[int, int] =
         odds=_odds(chance),
         faults_until_ms=until_ms,
         forgets_uploads=chance.random() < 0.5,
+        updates_bytes_kept=chance.choice((0, 0, 20_000, None)),
     )
 
 

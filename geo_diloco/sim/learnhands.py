@@ -14,7 +14,7 @@ from geo_diloco.protocol.effects import (
     TakeSample,
     Upload,
 )
-from geo_diloco.protocol.events import DeltaEncoded, Event, SampleTaken, Saved, UploadDone, UploadFailed
+from geo_diloco.protocol.events import DeltaEncoded, Event, SampleTaken, Saved, SnapshotKept, UploadDone, UploadFailed
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.sim.disk import Checkpoint
 from geo_diloco.sim.fakes import fake_digest
@@ -112,3 +112,4 @@ class LearnHands:
             return
         self._process.disk.checkpoint = checkpoint
         self._process.world.saved(self._process, checkpoint.accounts.save)
+        self._process.handle(SnapshotKept(checkpoint.accounts.resume_at.seq))

@@ -75,6 +75,8 @@ class Plan:
     """What the manifest says; 1 makes the plausibility limits bite."""
     save_every_ms: int = 4_000
     snapshot_every_ms: int = 5_000
+    updates_bytes_kept: int | None = None
+    """On every disk, beyond what is needed; an update takes 1,000. None: all of them stay."""
     delay_ms: tuple[int, int] = (1, 40)
     """One way, of a control message."""
     transfer_ms: tuple[int, int] = (5, 300)

@@ -43,6 +43,7 @@ from geo_diloco.protocol.events import (
     VotePersisted,
 )
 from geo_diloco.protocol.ledger import Ledger
+from geo_diloco.protocol.messages import Commit, Entry
 from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.sim.chainhands import ChainHands
 from geo_diloco.sim.clock import Clockwork
@@ -91,6 +92,7 @@ class Process:
                 fresh_enrolment=host.disk.enrolment,
                 machine=f"host {host.index}",
                 jitter=world.clock.random.randrange(2**32),
+                updates_bytes_kept=world.plan.updates_bytes_kept,
             ),
         )
         self.links: dict[PeerId, Link] = {}
@@ -150,7 +152,8 @@ class Process:
         for signed in list(self.disk.log):
             if snapshot.whole_chain or signed.entry.header.seq > snapshot.seq:
                 self.chain.signed[signed.digest] = signed
-                self.handle(EntryArrived(signed.entry, signed.digest, signed.signer, self.disk.is_stored(signed)))
+                stored = self.disk.is_stored(signed) or is_contained(signed.entry, snapshot)
+                self.handle(EntryArrived(signed.entry, signed.digest, signed.signer, stored))
         self.handle(ChainLoaded())
         self._live()
 
@@ -182,8 +185,9 @@ class Process:
         """Everything of the chain on this disk is given: look for the syncer, keep snapshots, look around."""
         self.accepts_links = True
         self._seek_soon((1, 50))
-        if self.host.plan.elects:
+        if self.learn is None:
             self.clock.after(self.world.plan.snapshot_every_ms, self._keep_snapshot)
+        if self.host.plan.elects:
             self._look_around()
 
     def crash(self) -> None:
@@ -420,6 +424,11 @@ class Process:
             whole_chain=self.host.plan.serves,
             amended=ledger.amended,
         )
+
+
+def is_contained(entry: Entry, snapshot: SnapshotLoaded) -> bool:
+    """Whether the outer state came with that update."""
+    return isinstance(entry, Commit) and entry.version <= snapshot.heads[entry.fragment].version
 
 
 def _serves(process: Process) -> Term | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from geo_diloco.sim.checkers import (
     CommitChecker,
     DurableChecker,
     LeaseChecker,
+    PruneChecker,
     RulesChecker,
     StateChecker,
     TokenChecker,
@@ -53,6 +55,8 @@ class Outcome:
     simulated_ms: int = 0
     gap_ms: int = 0
     """Longest time without a durable commit, from the first fault on (or from the first commit)."""
+    num_pruned: int = 0
+    """Updates let go of, all disks together."""
     reasons: tuple[str, ...] = ()
 
 
@@ -69,6 +73,7 @@ class Run:
         self.states = StateChecker()
         self.tokens = TokenChecker(self.world)
         self.rules = RulesChecker(self.world)
+        self.pruning = PruneChecker(self.world)
         self.world.watches = (
             self.appends,
             self.chain,
@@ -76,6 +81,7 @@ class Run:
             self.work,
             self.states,
             self.tokens,
+            self.pruning,
             LeaseChecker(self.world),
             self.rules,
         )
@@ -90,7 +96,7 @@ class Run:
         try:
             return self._go(until_ms)
         except AssertionError as error:
-            raise Violation(self.world, str(error)) from error
+            raise Violation(self.world, str(error) or _where(error)) from error
 
     def _go(self, until_ms: int) -> Outcome:
         clock = self.world.clock
@@ -115,6 +121,7 @@ class Run:
             ended_at_ms=ended_at,
             simulated_ms=clock.now,
             gap_ms=self._gap_ms(),
+            num_pruned=self.pruning.num_pruned,
             reasons=tuple(each.entry.close_reason for each in self.chain.chain if isinstance(each.entry, Commit)),
         )
 
@@ -207,6 +214,12 @@ class Run:
                 f"step {process.learn and process.learn.training.step}"
             )
         return "\n" + "\n".join(lines)
+
+
+def _where(error: AssertionError) -> str:
+    """Of an assertion that says nothing itself."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"assertion in {frame.name}, {frame.filename.rpartition('/')[2]}:{frame.lineno}: {frame.line}"
 
 
 def tokens_of(step: int) -> int:

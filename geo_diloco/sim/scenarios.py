@@ -27,6 +27,7 @@ class Expected:
     gap_s: float | None = None
     participants: float | None = None
     amendments: int = 0
+    pruned: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ def _disappointment(outcome: Outcome, expected: Expected) -> str | None:
         return f"{mean:.2f} participants a round, expected {expected.participants} or more"
     if outcome.num_amendments != expected.amendments:
         return f"{outcome.num_amendments} amendments, expected {expected.amendments}"
+    if outcome.num_pruned < expected.pruned:
+        return f"{outcome.num_pruned} updates were let go of, expected {expected.pruned} or more"
     return None
 
 
@@ -89,6 +92,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         election=ElectionSpec(lease_seconds=float(data.get("lease_seconds", 5)), electors=data.get("electors", 3)),
         faults=faults,
         odds=Odds(**data.get("odds", {})),
+        updates_bytes_kept=data.get("updates_bytes_kept"),
         faults_until_ms=max(ends) + int(RECOVERY_S * 1000) if ends else 0,
     )
     expect = data["expect"]
@@ -98,6 +102,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         gap_s=expect.get("gap_s"),
         participants=expect.get("participants"),
         amendments=expect.get("amendments", 0),
+        pruned=expect.get("pruned", 0),
     )
     return Scenario(name=name, row=data["row"], plan=plan, expected=expected)
 

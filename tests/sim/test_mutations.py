@@ -29,6 +29,7 @@ from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Member
 from geo_diloco.protocol.open_rounds import OpenRounds
 from geo_diloco.protocol.peer import Peer
+from geo_diloco.protocol.pruning import Pruning
 from geo_diloco.protocol.quorum import Decision, decide
 from geo_diloco.protocol.serving import Serving
 from geo_diloco.protocol.syncer import Syncer
@@ -279,6 +280,14 @@ def goes_on_by_the_rules_before_the_amendment(patch: Patch) -> None:
     patch.setattr(Amending, "sealed", lambda self, entry: self.rules)
 
 
+def prunes_what_no_snapshot_contains(patch: Patch) -> None:
+    patch.setattr(Pruning, "_may_go", lambda self, updates: bool(updates))
+
+
+def prunes_what_those_a_little_behind_want(patch: Patch) -> None:
+    patch.setattr(Pruning, "_may_go", lambda self, updates: bool(updates) and (self.floor or -1) >= updates[0].seq)
+
+
 FOUNDER_ALONE: list[tuple[Mutation, str]] = [
     (closes_below_quorum, "fresh of|participants"),
     (counts_late_work_towards_the_quorum, "fresh of"),
@@ -308,6 +317,8 @@ SWARM: list[tuple[Mutation, str]] = [
     (forgets_what_earlier_terms_merged, "were merged|merged .* times|is not in"),
     (counts_a_seal_that_came_too_late, "folded another|ALARM|durable|without a majority"),
     (looks_for_no_other_syncer, "not live|never"),
+    (prunes_what_no_snapshot_contains, "lets go of|versions old"),
+    (prunes_what_those_a_little_behind_want, "versions old"),
 ]
 
 

@@ -72,9 +72,11 @@ class Forks:
         self._reforms: dict[int, EntryFacts] = {}
         """By number; never forgotten, because they prove to anybody which branch goes on."""
         self._cut = False
-        """The tree begins later than `found`."""
+        """The tree begins later than `found`: there, or because what came before is forgotten."""
         self._planted: Digest | None = None
         """The entry it began with, if we have its state but not itself."""
+        self._settled: list[Digest] = []
+        """The chain's entries before `_base` that are forgotten, oldest first: their digests, to be told to others."""
         self._best: _Node | None = None
         self._states: set[Digest] = set()
         """Entries as of which a snapshot is on disk."""
@@ -126,11 +128,22 @@ class Forks:
         return digest in self._nodes
 
     def on_chain(self, head: Head) -> bool:
-        node = self._at(head.rank.seq)
-        return node is not None and node.entry.digest == head.digest
+        return head.digest != "" and self.digest_at(head.rank.seq) == head.digest
+
+    def digest_at(self, seq: Seq) -> Digest | None:
+        """Of our chain's entry with that seq, forgotten ones included."""
+        node = self._at(seq)
+        if node is not None:
+            return node.entry.digest
+        index = seq - self._settled_from
+        return self._settled[index] if 0 <= index < len(self._settled) else None
+
+    @property
+    def _settled_from(self) -> Seq:
+        return Seq(self._base - len(self._settled))
 
     def head_at(self, seq: Seq) -> Head | None:
-        """The entry of our chain with that seq."""
+        """The entry of our chain with that seq, if it is not forgotten."""
         node = self._at(seq)
         return None if node is None else node.head
 
@@ -381,14 +394,24 @@ class Forks:
             while at is not None and at.entry.digest not in known and at.entry.digest != self._planted:
                 path.append(at.entry.digest)
                 at = at.parent
-            if self._cut and (at is None or at.entry.digest not in known) and end is not None:
+            fits = at is not None and at.entry.digest in known
+            if at is None and end is not None:
+                older, fits = self._settled_after(points)
+                path += reversed(older)
+            if self._planted is not None and not fits and end is not None:
                 path += [each.digest for each in self._reforms.values() if each.lineage == end.head.rank.lineage]
             sent.update(dict.fromkeys(reversed(path)))
         return tuple(sent)[:SENT_MAX]
 
+    def _settled_after(self, points: tuple[Head, ...]) -> tuple[list[Digest], bool]:
+        """Forgotten entries after the highest of those points, and whether one of them is among them."""
+        known = [point.rank.seq for point in points if point.rank.seq < self._base and self.on_chain(point)]
+        begin = max(known, default=self._settled_from - 1) + 1 - self._settled_from
+        return self._settled[begin:], bool(known)
+
     def forget(self, below: Seq) -> tuple[Digest, ...]:
-        """Drop what is older than `below` on the chain, and all that forks off before it. Only under the durable head.
-        Returns what was dropped; entries that are `reform`s are needed on."""
+        """Drop what is older than `below` on the chain, but for its digests, and all that forks off before it. Only
+        under the durable head. Returns what was dropped; entries that are `reform`s are needed on."""
         keep = self._at(below)
         if keep is None or not keep.complete:
             return ()
@@ -403,6 +426,8 @@ class Forks:
             del self._nodes[node.entry.digest]
             self._by_place.pop((node.branch, node.entry.term, node.entry.seq), None)
         self._used = {use: seq for use, seq in self._used.items() if seq >= below}
+        settled = [each.entry.digest for each in self._chain[: below - self._base]]
+        self._settled += [digest for digest in settled if digest != self._planted]
         self._chain = self._chain[below - self._base :]
         self._base, self._num_whole, self._cut = below, 0, self._cut or bool(dropped)
         keep.parent = None

@@ -104,8 +104,7 @@ class Election:
 
     def digest_at(self, seq: Seq) -> Digest | None:
         """Of the entry there on the chain that counts; none if that is not known."""
-        head = self._books.forks.head_at(seq)
-        return None if head is None else head.digest
+        return self._books.forks.digest_at(seq)
 
     def based_on(self, digest: Digest) -> None:
         """A snapshot as of that entry is on this disk: no update up to it is needed any more."""
@@ -175,7 +174,7 @@ class Election:
         return self._books.forks.why_not_use(use)
 
     def forget(self, below: Seq) -> tuple[Digest, ...]:
-        """Drop entries before `below` from memory, once everyone who matters has what follows. Returns which."""
+        """Drop entries before `below`, which is durable, from memory, but for their digests. Returns which."""
         return self._books.forks.forget(below)
 
     # -- the machine ----------------------------------------------------------------------------------------------

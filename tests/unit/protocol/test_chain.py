@@ -12,13 +12,22 @@ from hypothesis import strategies as st
 from geo_diloco.manifest import BootId, Digest, MonoMs, Seq, Term, Version
 from geo_diloco.protocol import chain as chain_module
 from geo_diloco.protocol.chain import Chain, Outcome, SyncerChanged
-from geo_diloco.protocol.effects import ApplyUpdate, FetchEntries, FetchFragment, KeepEntry, Note, PersistVote
+from geo_diloco.protocol.effects import ApplyUpdate, FetchEntries, FetchFragment, KeepEntry, Note, PersistVote, Prune
 from geo_diloco.protocol.election.ballots import PeerBoot
 from geo_diloco.protocol.election.books import ElectionRules, Myself
 from geo_diloco.protocol.election.machine import Election
-from geo_diloco.protocol.events import Applied, EntryArrived, EntryStored, FragmentReplaced, UpdateLost, VotePersisted
+from geo_diloco.protocol.events import (
+    Applied,
+    EntryArrived,
+    EntryStored,
+    FragmentReplaced,
+    SnapshotKept,
+    UpdateLost,
+    VotePersisted,
+)
 from geo_diloco.protocol.fold import Step
 from geo_diloco.protocol.messages import BlobRef, Commit, Entry
+from geo_diloco.protocol.pruning import Pruning
 from geo_diloco.sim.fakes import fake_digest
 from tests.support.chains import ANN, BEN, CYD, FOUNDER, FOUNDER_SEAT, ChainBuilder, seat
 
@@ -38,7 +47,8 @@ class Knowing:
             may_elect=False,
         )
         self.folded: list[Entry] = []
-        self.chain = Chain(Election(me, ElectionRules(owner=FOUNDER), None, jitter=0), self._on_folded)
+        election = Election(me, ElectionRules(owner=FOUNDER), None, jitter=0)
+        self.chain = Chain(election, self._on_folded, Pruning(versions_kept=1, bytes_kept=0))
         self.chain.load(builder.fork(loaded - 1).snapshot(whole_chain=whole_chain))
 
     def _on_folded(self, entry: Entry) -> None:
@@ -383,3 +393,46 @@ def test_any_order_of_entries_updates_and_news_ends_at_the_same_ledger(seed: int
         todo += [each for each in outcome if isinstance(each, KeepEntry | ApplyUpdate)]
     assert known.chain.ledger.head_digest == theirs.events[-1].digest
     assert reached == list(range(1, 7))
+
+
+# ---- what may go
+
+
+def test_what_two_snapshots_contain_may_go_and_the_chain_is_known_all_the_same() -> None:
+    builder = chain_of(6, fragments=1)
+    known = knowing(builder)
+    events = builder.events
+    known.hear(*events[2:])
+    known.stored(*events[2:])
+    known.durable(events[-1])
+    known.chain.kept(SnapshotKept(Seq(4)))
+    (prune,) = known.chain.kept(SnapshotKept(Seq(7)))
+    assert prune == Prune(tuple(map(update_of, events[2:5])), tuple(event.digest for event in events[1:4]))
+    assert not known.chain.election.knows(events[2].digest)
+    assert known.chain.election.digest_at(Seq(2)) == events[2].digest
+    assert known.hear(*events) == [], "what comes again is no news"
+    following = builder.commit(0)
+    assert known.hear(following) == [KeepEntry(following.digest, update_of(following))]
+
+
+def test_a_lost_update_of_what_is_durable_is_asked_for_again_only_when_it_is_folded() -> None:
+    """Whoever comes back from far behind would else ask over and over for what is pruned everywhere."""
+    builder = chain_of(3, fragments=1)
+    known = knowing(builder)
+    first, second, last = builder.events[2:]
+    known.hear(first, second)
+    known.durable(last)
+    lost = UpdateLost(first.digest, "gone")
+    assert known.chain.update_lost(lost) == []
+    assert KeepEntry(first.digest, update_of(first)) in known.hear(last)
+    assert [type(each) for each in known.chain.update_lost(lost)] == [Note, FetchFragment]
+
+
+def test_that_an_update_is_lost_is_said_once_for_a_fragment_that_is_replaced() -> None:
+    builder = chain_of(4, fragments=1)
+    known = knowing(builder)
+    known.hear(*builder.events[2:])
+    known.durable(builder.events[-1])
+    first, *others = builder.events[2:]
+    assert [type(each) for each in known.chain.update_lost(UpdateLost(first.digest, "gone"))] == [Note, FetchFragment]
+    assert [known.chain.update_lost(UpdateLost(each.digest, "gone")) for each in others] == [[], [], []]

@@ -23,6 +23,7 @@ from geo_diloco.protocol.events import (
     UploadDone,
     UploadFailed,
 )
+from geo_diloco.protocol.ledger import BASES_KEPT
 from geo_diloco.protocol.messages import (
     BlobRef,
     Contribution,
@@ -223,6 +224,17 @@ def test_a_commit_on_our_chain_outranks_a_refusal() -> None:
     learning, chain = begun()
     claim = handed_in(learning)
     take(learning, chain.commit(0, of(claim)))
+    assert learning.hear(refusal(claim, "unknown_base: too old to be remembered")) == []
+    assert TokensMerged(P0, Version(1), 100) in adopt(learning, 1)
+
+
+def test_it_does_so_however_much_has_been_committed_since() -> None:
+    """A learner that was away for long learns late that its work was merged, and the ledger has forgotten the base."""
+    learning, chain = begun()
+    claim = handed_in(learning)
+    take(learning, chain.commit(0, of(claim)))
+    for _ in range(BASES_KEPT + 2):
+        take(learning, chain.commit(0))
     assert learning.hear(refusal(claim, "unknown_base: too old to be remembered")) == []
     assert TokensMerged(P0, Version(1), 100) in adopt(learning, 1)
 

@@ -13,14 +13,14 @@ from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, RunDirErr
 from geo_diloco.manifest import BootId, BranchId, Digest, MonoMs, RunId, Seq, Term
 from geo_diloco.protocol.amendments import UNSTRETCHED, Amended, AmendmentOrder, Changes
 from geo_diloco.protocol.election.ballots import Append, Elector, Head, PeerBoot, Rank, SignedVote, Vote
-from geo_diloco.protocol.messages import EntryHeader, Envelope, Found, Message, Open, Record, RosterChange
+from geo_diloco.protocol.messages import BlobRef, EntryHeader, Envelope, Found, Message, Open, Record, RosterChange
 from geo_diloco.runtime.chain import ChainCopy, counting_chain
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.proof import check_snapshot, read_proof
 from geo_diloco.runtime.store import ChainStore
 from geo_diloco.runtime.wire import Signed, open_entry, seal_amendment, seal_entry, seal_envelope, seal_snapshot
 
-from .samples import BOOT, D1, D2, RUN, snapshot
+from .samples import BOOT, D1, D2, RUN, commit, snapshot
 
 EVERYBODY = FOUNDER, SECOND, THIRD, LIAR, OTHER = tuple(Identity.generate() for _ in range(5))
 BOOTS = {identity.peer_id: BootId(f"{number:016x}") for number, identity in enumerate(EVERYBODY)}
@@ -266,3 +266,47 @@ def test_what_is_kept_is_found_at_once_and_on_disk_when_written(tmp_path: Path) 
     with pytest.raises(RunDirError, match="can't be used"):
         other.load()
     other.close()
+
+
+def test_what_memory_let_go_of_is_read_from_the_disk_and_never_taken_twice(tmp_path: Path) -> None:
+    entries = handed_over().entries
+    path = tmp_path / "chain.jsonl"
+
+    async def scenario() -> None:
+        chain = ChainCopy(ChainStore(path), run=RUN)
+        for signed in entries:
+            await chain.append(signed, chain.verify(signed))
+        pending = handed_over().record(2, SECOND).entries[-1]
+        chain.arrives(pending, chain.verify(pending))
+        chain.take(pending.digest)
+        chain.let_go([signed.digest for signed in [*entries[:3], pending]], [])
+        assert [signed for signed, _ in chain.entries()] == [entries[3], pending], "what is not written yet stays"
+        assert chain.num_entries == len(entries) + 1
+        for signed in entries:
+            assert chain.knows(signed.digest) and not chain.take(signed.digest) and chain.is_written(signed.digest)
+            assert chain.signed(signed.digest) == signed and chain.entry(signed.digest) == open_entry(signed)
+        text = path.read_bytes()
+        path.write_bytes(text.replace(b'"kind', b'"kinb', 1))
+        assert chain.signed(entries[0].digest) is None and chain.entry(entries[0].digest) is None
+        path.write_bytes(text[:10])
+        assert chain.signed(entries[1].digest) is None, "a disk that lost it does not end anybody"
+        chain.close()
+
+    asyncio.run(scenario())
+
+
+def test_of_updates_the_needed_and_the_newest_that_fit_are_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        chain = ChainCopy(ChainStore(tmp_path / "chain.jsonl"), run=RUN)
+        updates = [BlobRef(Digest(f"{seq:064x}"), 100) for seq in range(6)]
+        for seq, update in enumerate(updates):
+            made = commit(FOUNDER.peer_id, header=replace(Chain().header(1), seq=Seq(seq)), update=update)
+            await chain.append(seal_entry(made, FOUNDER), made)
+        assert chain.newest_updates(0, after=Seq(3)) == {updates[4].digest, updates[5].digest}
+        assert chain.newest_updates(350, after=Seq(4)) == {each.digest for each in updates[3:]}
+        assert chain.newest_updates(10_000, after=Seq(99)) == {each.digest for each in updates}
+        chain.let_go([], updates[:5])
+        assert list(chain.updates) == [updates[5].digest]
+        chain.close()
+
+    asyncio.run(scenario())

@@ -17,7 +17,7 @@ from geo_diloco.manifest import BranchId, CodecSpec, Digest, FragmentId, RunId, 
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import Layout, TensorSpec, fragment_digest
 from geo_diloco.observability import EventLog
-from geo_diloco.protocol.effects import FetchEntries, KeepEntry
+from geo_diloco.protocol.effects import FetchEntries, KeepEntry, Prune
 from geo_diloco.protocol.election.ballots import Opened
 from geo_diloco.protocol.events import EntryArrived, EntryStored, Event, FragmentReplaced, Tick, UpdateLost
 from geo_diloco.protocol.messages import BlobRef, Commit, FragmentHead, Snapshot
@@ -295,7 +295,55 @@ def test_being_asked_again_ends_the_wait_for_the_next_try(tmp_path: Path, monkey
     with_peer(tmp_path, talk)
 
 
+# ---- what is not needed any more
+
+
+def test_what_the_core_lets_go_of_is_deleted_and_the_record_stays(tmp_path: Path) -> None:
+    async def talk(it: Peer) -> None:
+        commits = it.commits(3)
+        it.know(commits)
+        await it.driver.wait_until(lambda: len(it.core.told(EntryStored)) == 3)
+        digests = tuple(it.core.chain[:2])
+        it.following.interpreters()[Prune](Prune(tuple(each.update for each in commits[:2]), digests))
+        await asyncio.gather(*it.driver._jobs)
+        assert [it.store.has(each.update) for each in commits] == [False, False, True]
+        assert len(it.chain.entries()) == 1 and list(it.chain.updates) == [commits[2].update.digest]
+        assert [it.chain.entry(digest) for digest in digests] == commits[:2]
+        it.following.interpreters()[Prune](Prune((commits[0].update,), ()))  # not here, after a restart: no harm
+
+    with_peer(tmp_path, talk)
+
+
 # ---- a fragment by other means
+
+
+def test_far_back_commits_are_found_where_memory_has_let_go_of_them(tmp_path: Path) -> None:
+    async def talk(it: Peer) -> None:
+        it.shelf.write(it.shelf.make(standing(it, 0, None)))
+        commits = it.commits(3)
+        it.know(commits)
+        await it.driver.wait_until(lambda: len(it.core.told(EntryStored)) == 3)
+        it.chain.let_go(it.core.chain[:2], [])
+        it.outer.start_fragment(P0, torch.full((N,), 9.0))
+        assert (await it.replacing.replace(P0, Version(3))).state_digest == commits[-1].state_digest
+
+    with_peer(tmp_path, talk)
+
+
+def test_who_takes_a_donors_snapshot_soon_has_one_of_its_own(tmp_path: Path) -> None:
+    """The updates before it are not here: without one this disk would never be whole again."""
+
+    async def talk(it: Peer) -> None:
+        commits = it.commits(3, held=True)
+        it.snapshots = [seal_snapshot(snapshot_of(it, commits), Identity.generate())]
+        it.shelf.write(it.shelf.make(standing(it, 0, None)))
+        it.store.delete(commits[0].update)
+        it.know(commits)
+        assert not it.shelf.is_due(3)
+        await it.replacing.replace(P0, Version(3))
+        assert it.shelf.is_due(3)
+
+    with_peer(tmp_path, talk)
 
 
 def standing(it: Peer, version: int, head: Commit | None) -> Standing:

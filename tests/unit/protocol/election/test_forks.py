@@ -296,9 +296,38 @@ def test_a_reform_wins_over_any_term_of_an_earlier_branch() -> None:
     assert forks.head == new.head and forks.head.rank.lineage == 1
 
 
+def test_what_is_forgotten_is_still_told_to_who_lacks_it() -> None:
+    chain = served(num_commits=9)
+    forks = tree(chain)
+    assert forks.forget(Seq(4)) and forks.forget(Seq(7))
+    digests = [entry.digest for entry in chain.entries]
+    assert [forks.digest_at(Seq(seq)) for seq in range(-1, 12)] == [None, *digests, None]
+    for known in range(len(digests)):
+        point = Head(Rank(0, chain.facts()[known].term, Seq(known)), digests[known])
+        assert forks.after((point,)) == tuple(digests[known + 1 :])
+        assert forks.on_chain(point), "an elector that is far behind acks all the same"
+    assert forks.after(()) == tuple(digests)
+    assert not forks.on_chain(Head(Rank(0, Term(1), Seq(3)), Digest("f" * 64)))
+
+
+def test_a_tree_that_began_late_forgets_and_tells_what_it_has() -> None:
+    chain = served(num_commits=9)
+    forks = planted(chain, 3)
+    forks.take(chain.facts()[4:])
+    for entry in chain.entries[4:]:
+        forks.stored(entry.digest)
+    digests = [entry.digest for entry in chain.entries]
+    assert forks.forget(Seq(7)) == tuple(digests[3:7])
+    assert [forks.digest_at(Seq(seq)) for seq in (3, 4, 6, 7)] == [None, digests[4], digests[6], digests[7]]
+    assert forks.after(()) == tuple(digests[4:]), "but for the snapshot's own entry"
+
+
 def test_a_forgotten_reform_is_still_shown_to_who_can_not_be_fitted_on() -> None:
     old, new = reformed()
-    forks = tree(new)
+    forks = planted(old, 3)
+    forks.take(new.facts()[4:])
+    for entry in new.entries[4:]:
+        forks.stored(entry.digest)
     dropped = forks.forget(Seq(8))
     assert new.entries[4].digest not in dropped, "its bytes are needed on"
     assert forks.after(())[0] == new.entries[4].digest
