@@ -73,11 +73,12 @@ class OpenRounds:
     def move_clock(self, now: MonoMs) -> None:
         self._clock.advance(now, self._membership.median_us(told=True))
 
-    def waits(self, now: MonoMs) -> list[MonoMs]:
-        """When to look again, though nothing happens."""
+    def waits(self, now: MonoMs, *, is_ending: bool) -> list[MonoMs]:
+        """When to look again, though nothing happens. Nobody is woken for a fragment that can't be opened then."""
         waits = [at for round_ in self._rounds.values() for at in (round_.retry_at, round_.look_at) if at is not None]
         due = self._turns.next_due
-        if due is not None and len(self._rounds) < self.rules.sync.rounds_in_flight_max:
+        has_room = len(self._rounds) < self.rules.sync.rounds_in_flight_max
+        if due is not None and has_room and not is_ending and self._membership.num_live(now):
             wait_ms = self._clock.ms_until(due)
             if wait_ms is not None:
                 waits.append(MonoMs(now + max(1, wait_ms)))
@@ -86,7 +87,8 @@ class OpenRounds:
     # -- opening --------------------------------------------------------------------------------------------------
 
     def open_due(self, now: MonoMs) -> list[Effect]:
-        sync, effects = self.rules.sync, list[Effect]()
+        sync = self.rules.sync
+        effects: list[Effect] = []
         if not sync.lockstep and not self._membership.num_live(now):
             return effects
         while (due := self._turns.next_due) is not None:

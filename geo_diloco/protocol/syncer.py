@@ -205,7 +205,7 @@ class Syncer:
         if not self._serving or self._ledger.finished is not None or self._draining:
             return None
         waits: list[int | None] = [self._measuring.deadline, self._membership.away_until(), self._stop.deadline]
-        waits += self._rounds.waits(now)
+        waits += self._rounds.waits(now, is_ending=self._stop.reason is not None)
         known = [wait for wait in waits if wait is not None and wait > now]
         return MonoMs(min(known)) if known else None
 

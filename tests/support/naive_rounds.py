@@ -121,8 +121,9 @@ class Naive:
         waits.append(away_until(self._membership.all()))
         for round_ in rounds._rounds.values():
             waits += [round_.retry_at, round_.look_at]
-        for p in range(len(syncer.ledger.heads)):
-            if rounds.get(FragmentId(p)) is None and len(rounds._rounds) < self._sync.rounds_in_flight_max:
+        has_room = len(rounds._rounds) < self._sync.rounds_in_flight_max
+        for p in range(len(syncer.ledger.heads)) if has_room and self.live(now) else ():
+            if rounds.get(FragmentId(p)) is None:
                 wait_ms = rounds._clock.ms_until(rounds._turns.due(FragmentId(p)))
                 waits.append(None if wait_ms is None else now + max(1, wait_ms))
         return min((wait for wait in waits if wait is not None and wait > now), default=None)

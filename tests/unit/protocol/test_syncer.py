@@ -12,6 +12,7 @@ from geo_diloco.protocol.effects import (
     Announce,
     CheckContribution,
     CloseConnection,
+    Evaluate,
     ForgetBlob,
     Merge,
     ReadyToLeave,
@@ -27,6 +28,7 @@ from geo_diloco.protocol.events import (
     MergeFailed,
     StopRequested,
 )
+from geo_diloco.protocol.membership import AWAY_MS
 from geo_diloco.protocol.messages import (
     BlobRef,
     Commit,
@@ -387,3 +389,26 @@ def test_a_syncer_that_leaves_commits_what_it_is_merging_and_opens_nothing_more(
     effects = syncing.merged(merge)
     assert only(effects, ReadyToLeave) == [ReadyToLeave()] and only(effects, Seal) != []
     assert said(syncing.pass_time(500), RoundOpen) == []
+
+
+def test_nobody_is_woken_for_a_fragment_that_is_due_when_the_run_is_over() -> None:
+    syncing = Syncing.founding(stop=StopSpec(commits=1))
+    syncing.slow = frozenset({Evaluate})
+    syncing.join()
+    (merge,) = only(syncing.hand_in(answer(opened(syncing))), Merge)
+    syncing.merged(merge)
+    syncing.pass_time(5_000)
+    syncing.hear(progress(60))
+    syncer = syncing.core._syncer
+    assert syncer is not None and syncer.deadline is not None
+    assert syncer.deadline > syncing.now + 1_000, "it waits for the last measurement"
+
+
+def test_nobody_is_woken_for_a_fragment_that_is_due_while_nobody_trains() -> None:
+    syncing = Syncing.founding()
+    syncing.join()
+    syncing.now += 410
+    syncing.give(Disconnected(ANN, "cut"))
+    syncer = syncing.core._syncer
+    assert syncer is not None
+    assert syncer.deadline == syncing.now + AWAY_MS, "the clock has passed the fragment's turn, and stands still"
