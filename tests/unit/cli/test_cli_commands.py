@@ -229,6 +229,13 @@ def test_join_without_training_under_an_address_stands_by(node: FakeNode) -> Non
     assert node.calls == [("standby", LOCAL, PeerConfig(announce="127.0.0.1:5"))]
 
 
+def test_only_who_can_be_syncer_can_keep_contributions(node: FakeNode) -> None:
+    with pytest.raises(ConfigError, match="give --announce"):
+        run("join", LOCAL.to_string(), "--keep-contributions")
+    run("join", LOCAL.to_string(), "--keep-contributions", "--announce", "127.0.0.1")
+    assert node.calls[0][2].keep_contributions
+
+
 def test_handover_names_the_folder_and_whom(node: FakeNode) -> None:
     assert run("handover", "a-run", "--to", "ab").stdout == "handed over\n"
     assert node.calls == [("hand over", Path("a-run"), "ab")]
