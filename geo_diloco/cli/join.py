@@ -1,4 +1,4 @@
-"""`geo-diloco join`: takes part in a run, as a learner, a standby, or a peer that only follows the chain."""
+"""`geo-diloco join`: takes part in a run, as a learner, a standby, both, or a peer that only follows the chain."""
 
 from __future__ import annotations
 
@@ -49,12 +49,11 @@ def join(
     log_level: options.LogLevel = None,
     config: options.ConfigFile = None,
 ) -> None:
-    """Join a run and train until it is finished; with --no-train, only follow it, or with --announce stand by."""
+    """Join a run and train until it is finished; with --announce beside a standby, which can take over the run. With
+    --no-train only follow it, or with --announce only stand by."""
     from geo_diloco.runtime.invite import Invite
 
     parsed = Invite.parse(invite)
-    if keep_contributions and not (no_train and announce):
-        raise ConfigError("--keep-contributions is for a peer that can be syncer: join with --no-train and --announce")
     settings = peer_config(
         config,
         device=device,
@@ -73,6 +72,8 @@ def join(
         keep_contributions=keep_contributions,
         log_level=log_level,
     )
+    if keep_contributions and not settings.announce:
+        raise ConfigError("--keep-contributions: only a peer that can be syncer has some; give --announce HOST:PORT")
     options.warn_if_exposed(*parsed.bootstraps)
     if no_train:
         raise typer.Exit(_stay(parsed, settings))

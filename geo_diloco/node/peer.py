@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import LayoutError, ModelError, UserError
 from geo_diloco.manifest import RunManifest
+from geo_diloco.node.companion import Companion, learners_own
 from geo_diloco.node.joining import Lobby, enter
 from geo_diloco.node.machine import pick_device, pick_dtype
 from geo_diloco.node.member import Begun, Member
@@ -39,6 +40,7 @@ class Peer:
     """A peer of a run; a context manager. Made by `join`. For the thread that made it."""
 
     def __init__(self, invite: Invite, config: PeerConfig) -> None:
+        self._invite = invite
         self._config = config
         self.device: torch.device = pick_device(config.device)
         self.dtype: torch.dtype = pick_dtype(config.dtype)
@@ -48,6 +50,7 @@ class Peer:
         self._signals = StopSignals(self._on_signal)
         self._is_closed = False
         self._layout: Layout | None = None
+        self._companion: Companion | None = None
         self._learner: Learner | None = None
         self._stream: TokenStream | None = None
         self._stream_of: StartTraining | None = None
@@ -61,8 +64,9 @@ class Peer:
                 load_library()
             with disk_failures(self._run_dir.root):
                 identity = Identity.load_or_create(self._run_dir.identity_key)
-                lobby = self._thread.wait(enter(invite, self._run_dir, identity, config, self._log), check=self._check)
-                self._member = self._thread.wait(_make(lobby, config))
+                own = learners_own(config) if config.announce else config
+                lobby = self._thread.wait(enter(invite, self._run_dir, identity, own, self._log), check=self._check)
+                self._member = self._thread.wait(_make(lobby, own))
         except BaseException:
             self.close()
             raise
@@ -132,6 +136,10 @@ class Peer:
         check_given(model, optimizer)
         layout = self._checked_layout(model)
         begun = self._begin(layout)
+        if self._config.announce and not self.finished:
+            with disk_failures(self._run_dir.root):
+                folder = self._run_dir.root / "standby"
+                self._companion = Companion(self._invite, folder, self._config, self._log)
         learning = member.learning
         assert learning is not None
         if self.finished or learning.allotment is None:
@@ -243,6 +251,8 @@ class Peer:
 
     def _on_signal(self, name: str) -> None:
         self._log.note("leave", f"{name}: leaving")
+        if self._companion is not None:
+            self._companion.tell_to_leave()
         self.request_stop(name)
 
     def close(self, *, save: bool = False) -> None:
@@ -251,7 +261,9 @@ class Peer:
             return
         self._is_closed = True
         self._signals.raises = False
-        member = self._member
+        member, companion = self._member, self._companion
+        if companion is not None:
+            companion.tell_to_leave()
         try:
             if member is not None:
                 last_save = self._save_last(member) if save else None
@@ -259,6 +271,8 @@ class Peer:
                 if member.learning is not None:
                     member.learning.mailbox.finish("this peer has left")  # for a script that goes on stepping
         finally:
+            if companion is not None:
+                companion.close()
             self._thread.stop()
             self._log.close()
             self._run_dir.release()

@@ -41,7 +41,8 @@ def found(manifest: RunManifest | Path | str, config: PeerConfig | None = None, 
 def join(invite: str | Invite, config: PeerConfig | None = None, **settings: Any) -> Peer:
     """Join a run; a context manager. Waits until the run is found, with the reason told on stderr.
 
-    settings: fields of PeerConfig, such as `run_dir`, `device`, `dtype`, `threads`, `data_dir`.
+    settings: fields of PeerConfig, such as `run_dir`, `device`, `dtype`, `threads`, `data_dir`; with `announce` a
+    learner brings a standby, a process of its own that can take over the run.
     """
     return Peer(_invite(invite), _settings(config, settings))
 

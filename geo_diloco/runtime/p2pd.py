@@ -31,6 +31,8 @@ from geo_diloco.runtime.records import tcp_of_maddr
 
 STARTUP_S = 60.0
 """Longest time p2pd may take to come up; a busy machine needs many times the usual 0.3 s."""
+TERM_S = 1.0
+"""How long p2pd may take to end by itself before its watchdog kills it."""
 CLOSE_S = 1.5
 """After this a watchdog that does not end is swept away."""
 PORT_S = 0.5
@@ -170,7 +172,7 @@ class Daemon:
         except OSError as error:
             raise unusable(state.path, error) from error
         script = Path(__file__).with_name("watchdog.py")
-        command = [sys.executable, "-I", "-S", str(script), str(os.getpid()), str(folder)]
+        command = [sys.executable, "-I", "-S", str(script), str(os.getpid()), str(folder), str(TERM_S)]
         process = await asyncio.create_subprocess_exec(
             *command,
             *options.arguments(f"/unix{folder}/p2pd.sock"),

@@ -5,11 +5,12 @@ was open, if no fork of the owner (a data loader, say) holds it open too, and if
 its port and its memory for ever. So p2pd is never our own child. It is the child of this small process, whose standard
 input is a pipe that the owner holds open: however the owner ends, the kernel closes the pipe, and this process ends
 p2pd and removes the folder with its socket. A fork may hold the pipe as well, so the owner's process id is watched
-too. In turn, if this process is killed, Linux kills p2pd.
+too. In turn, if this process is killed, Linux kills p2pd. The standby beside a learner (`node/companion.py`) is held
+the same way, without a folder.
 
-It runs as a bare script, `python -I -S watchdog.py OWNER FOLDER COMMAND...`, to start in milliseconds and stay small:
-the standard library only, nothing of this package, no module that pulls in others. It gets a session of its own, so
-that Ctrl-C in a terminal reaches the owner alone, which then says goodbye through a p2pd that still lives.
+It runs as a bare script, `python -I -S watchdog.py OWNER FOLDER SECONDS COMMAND...`, to start in milliseconds and stay
+small: the standard library only, nothing of this package, no module that pulls in others. It gets a session of its own,
+so that Ctrl-C in a terminal reaches the owner alone, which then says goodbye through a p2pd that still lives.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ import time
 
 CHECK_S = 0.5
 """How often the owner is looked for, if its pipe stays open."""
-TERM_S = 1.0
-"""How long p2pd may take to end by itself before it is killed."""
 
 
 def main(arguments: list[str]) -> int:
-    owner, folder, command = int(arguments[0]), arguments[1], arguments[2:]
+    owner, folder, term_s, command = int(arguments[0]), arguments[1], float(arguments[2]), arguments[3:]
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -36,7 +35,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: None)
     child = start(command)
     try:
-        return watch(owner, child, woken)
+        return watch(owner, child, woken, term_s)
     finally:
         remove_folder(folder)
 
@@ -69,8 +68,9 @@ def die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-def watch(owner: int, child: int, woken: int) -> int:
-    """Returns p2pd's exit status once it has ended, by itself or because the owner is gone or asked for it."""
+def watch(owner: int, child: int, woken: int, term_s: float) -> int:
+    """Returns p2pd's exit status once it has ended, by itself or because the owner is gone or asked for it. It may take
+    so many seconds to end by itself before it is killed."""
     while True:
         ready, _, _ = select.select([0, woken], [], [], CHECK_S)
         done, status = os.waitpid(child, os.WNOHANG)
@@ -83,7 +83,7 @@ def watch(owner: int, child: int, woken: int) -> int:
         if os.getppid() != owner:
             break
     os.kill(child, signal.SIGTERM)
-    until = time.monotonic() + TERM_S
+    until = time.monotonic() + term_s
     while time.monotonic() < until:
         if os.waitpid(child, os.WNOHANG)[0]:
             return 0

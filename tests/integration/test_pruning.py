@@ -94,7 +94,10 @@ def test_what_was_pruned_is_missed_by_nobody(peers: Peers, monkeypatch: pytest.M
     with Founder(root, config) as founder:
         invite = founder.invite
         standby = peers.join(invite, "standby", "--no-train", "--announce", "127.0.0.1", "--port", "0")
+        peers.join(invite, "follower", "--no-train")
         wait(lambda: lines(peers.root / "standby" / "chain.jsonl") >= 30, "the standby to have the chain")
+        state = peers.root / "follower" / "state"
+        wait(lambda: any(state.glob("snapshot-*.json")), "the follower's own snapshot, without which it can't prune")
         wait(lambda: learner.poll() is not None, "the end of the run")
         assert learner.returncode == 0
         wait(lambda: lines(peers.root / "standby" / "chain.jsonl") == lines(root / "chain.jsonl"), "the standby")
@@ -110,7 +113,8 @@ def test_what_was_pruned_is_missed_by_nobody(peers: Peers, monkeypatch: pytest.M
     assert len(commits) == NUM_COMMITS and 9 <= len(held) < 30, "S_max and some, and what came after the last snapshots"
     assert held == list(range(NUM_COMMITS - len(held) + 1, NUM_COMMITS + 1))
     result = replay(root / "tape.jsonl")
-    assert result.divergence is None and result.updates_checked >= len(held) - 4, "from a snapshot that is held"
+    assert result.divergence is None
+    assert 1 <= result.updates_checked <= len(held), "from the older snapshot that is held"
     assert replay(peers.root / "learner" / "tape.jsonl").divergence is None
     export(root, peers.root / "model")
     summary = json.loads((peers.root / "learner" / "summary.json").read_text())

@@ -28,7 +28,7 @@ STUBBORN = [
 
 
 def command(folder: Path, owner: object, program: list[str]) -> list[str]:
-    return [sys.executable, "-I", "-S", SCRIPT, str(owner), str(folder), *program]
+    return [sys.executable, "-I", "-S", SCRIPT, str(owner), str(folder), "1.0", *program]
 
 
 @contextmanager

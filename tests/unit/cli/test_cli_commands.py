@@ -258,6 +258,13 @@ def test_amend_says_what_is_in_force_since_when(node: FakeNode) -> None:
     assert "amendment 3 is being appended" in run("amend", "a-run", "--set", "quorum=2", "--no-wait").stdout
 
 
+def test_only_who_can_be_syncer_can_keep_contributions(node: FakeNode) -> None:
+    with pytest.raises(ConfigError, match="give --announce"):
+        run("join", LOCAL.to_string(), "--keep-contributions")
+    run("join", LOCAL.to_string(), "--keep-contributions", "--announce", "127.0.0.1")
+    assert node.calls[0][2].keep_contributions
+
+
 def test_handover_names_the_folder_and_whom(node: FakeNode) -> None:
     assert run("handover", "a-run", "--to", "ab").stdout == "handed over\n"
     assert node.calls == [("hand over", Path("a-run"), "ab")]
