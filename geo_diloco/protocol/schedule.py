@@ -35,6 +35,17 @@ def first_due_steps(fragment: int, sync: SyncSpec) -> int:
     return phase_steps(fragment, sync) or sync.interval_steps
 
 
+def first_dues(versions: Sequence[int], sync: SyncSpec) -> list[int]:
+    """After how many inner steps of a term each fragment is due first. A run begins with every fragment's first due
+    time. Whoever takes it up goes on at once, a phase apart, with the one whose turn it is: learners train on while
+    nobody serves, so waiting a phase more would only lengthen the gap. That one may be early, by a phase, once."""
+    dues = [first_due_steps(p, sync) for p in range(len(versions))]
+    if any(versions):
+        for turn, fragment in enumerate(sorted(range(len(versions)), key=lambda p: (versions[p], dues[p]))):
+            dues[fragment] = phase_steps(turn, sync)
+    return dues
+
+
 def lockstep_duties(step: int, sync: SyncSpec) -> tuple[Duty, ...]:
     """Duties after own inner step `step` (counted from 1), in the order in which they are done.
 

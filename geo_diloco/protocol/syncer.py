@@ -70,7 +70,7 @@ from geo_diloco.protocol.rounds import (
     participants_of,
     round_facts,
 )
-from geo_diloco.protocol.schedule import MICRO, InnerClock, first_due_steps
+from geo_diloco.protocol.schedule import MICRO, InnerClock, first_dues
 from geo_diloco.protocol.sealing import Make, Sealing, always
 from geo_diloco.protocol.status import LearnerStatus, RoundStatus, Waiting
 from geo_diloco.protocol.winding import StopRule
@@ -195,8 +195,8 @@ class Syncer:
         self._measuring.begin(now)
         self._crediting.begin(away_ms=away_ms)
         self._holdings.begin()
-        fragments = range(len(self._ledger.heads))
-        self._next_due = [first_due_steps(p, self._sync) * MICRO for p in fragments]
+        versions = [head.version for head in self._ledger.heads]
+        self._next_due = [steps * MICRO for steps in first_dues(versions, self._sync)]
 
     def end(self, reason: str) -> list[Effect]:
         """The term is over: nobody waits here any more for what was announced, and learners look elsewhere."""
