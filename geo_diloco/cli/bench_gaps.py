@@ -214,12 +214,15 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def step_figures(name: str, calls: Sequence[StepCall]) -> dict[str, Any]:
-    """Durations of `Learner.step` in ms, and how many calls entered what can wait, with the names of that."""
-    took_ms = [call.took_us / 1000 for call in calls]
+    """Durations of `Learner.step` in ms, what of them its thread computed, and how many calls entered what can wait,
+    with the names of that."""
+    took_ms, cpu_ms = [call.took_us / 1000 for call in calls], [call.cpu_us / 1000 for call in calls]
     return {
         f"{name}_calls": len(calls),
         **{f"{name}_ms_{key}": percentile(took_ms, share) for key, share in _SHARES.items()},
         f"{name}_ms_max": max(took_ms, default=0.0),
+        f"{name}_cpu_ms_p999": percentile(cpu_ms, _SHARES["p999"]),
+        f"{name}_cpu_ms_max": max(cpu_ms, default=0.0),
         f"{name}_calls_that_waited": sum(bool(call.waits) for call in calls),
         f"{name}_waited_for": sorted({name for call in calls for name in call.waits}),
     }

@@ -33,6 +33,8 @@ class StepCall:
     began_ms: int
     """By the clock that tapes go by."""
     took_us: int
+    cpu_us: int
+    """Of that, what its thread computed; the rest it was not let run, or waited."""
     waits: tuple[str, ...]
     """What it entered that can wait, by name."""
 
@@ -55,11 +57,11 @@ def train_measured(*, invite: str, run_dir: Path, record: Path) -> None:
         for batch in peer.data():
             loss = training_loss(model, batch)
             inner_step(model, optimizer, loss, gradient_clip=inner.gradient_clip)
-            began_ms, began = int(now_ms()), time.perf_counter()
+            began_ms, began, cpu_began = int(now_ms()), time.perf_counter(), time.thread_time()
             with watch:
                 is_over = learner.step(tokens=batch.numel(), loss=loss)
-            took_us = round((time.perf_counter() - began) * 1e6)
-            lines.write(json.dumps([began_ms, took_us, watch.entered]) + "\n")
+            took_us, cpu_us = round((time.perf_counter() - began) * 1e6), round((time.thread_time() - cpu_began) * 1e6)
+            lines.write(json.dumps([began_ms, took_us, cpu_us, watch.entered]) + "\n")
             if is_over:
                 break
 
@@ -68,8 +70,8 @@ def read_steps(record: Path) -> list[StepCall]:
     """What `train_measured` wrote. A last line without an end is left out."""
     whole = record.read_text("utf-8").splitlines(keepends=True)
     return [
-        StepCall(began_ms, took_us, tuple(waits))
-        for began_ms, took_us, waits in (json.loads(line) for line in whole if line.endswith("\n"))
+        StepCall(began_ms, took_us, cpu_us, tuple(waits))
+        for began_ms, took_us, cpu_us, waits in (json.loads(line) for line in whole if line.endswith("\n"))
     ]
 
 

@@ -40,7 +40,7 @@ class OpenRounds:
         self._rounds: dict[FragmentId, Round] = {}
         self._number = 0
         self._clock = InnerClock()
-        self._turns = Turns(rules.sync, 0)
+        self._turns = Turns(rules.sync, ())
         self._estimates = Estimates()
         self._outlook: Outlook | None = None
         self._remembered: deque[RoundStatus] = deque(maxlen=ROUNDS_REMEMBERED)
@@ -48,7 +48,7 @@ class OpenRounds:
     def begin(self, now: MonoMs) -> None:
         """The ledger is loaded, and this term serves."""
         self._clock = InnerClock(at=now)
-        self._turns = Turns(self.rules.sync, len(self._ledger.heads))
+        self._turns = Turns(self.rules.sync, [head.version for head in self._ledger.heads])
 
     def amend(self, rules: RunRules) -> None:
         """The rules are others from here on: every round is looked at anew, but those that have closed."""

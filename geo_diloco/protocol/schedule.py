@@ -8,6 +8,7 @@ t_p = floor(p * H / P).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,17 @@ def phase_steps(fragment: int, sync: SyncSpec) -> int:
 def first_due_steps(fragment: int, sync: SyncSpec) -> int:
     """After how many inner steps a fragment is due for the first time: its phase, or H where that is zero."""
     return phase_steps(fragment, sync) or sync.interval_steps
+
+
+def first_dues(versions: Sequence[int], sync: SyncSpec) -> list[int]:
+    """After how many inner steps of a term each fragment is due first. A run begins with every fragment's first due
+    time. Whoever takes it up goes on at once, a phase apart, with the one whose turn it is: learners train on while
+    nobody serves, so waiting a phase more would only lengthen the gap. That one may be early, by a phase, once."""
+    dues = [first_due_steps(p, sync) for p in range(len(versions))]
+    if any(versions):
+        for turn, fragment in enumerate(sorted(range(len(versions)), key=lambda p: (versions[p], dues[p]))):
+            dues[fragment] = phase_steps(turn, sync)
+    return dues
 
 
 def lockstep_duties(step: int, sync: SyncSpec) -> tuple[Duty, ...]:
@@ -83,8 +95,9 @@ class InnerClock:
 class Turns:
     """The fragments without an open round, and when each is due by the inner clock, in micro-steps."""
 
-    def __init__(self, sync: SyncSpec, num_fragments: int) -> None:
-        self._waiting = [(first_due_steps(p, sync) * MICRO, FragmentId(p)) for p in range(num_fragments)]
+    def __init__(self, sync: SyncSpec, versions: Sequence[int]) -> None:
+        """`versions`: of each fragment where the term begins."""
+        self._waiting = [(steps * MICRO, FragmentId(p)) for p, steps in enumerate(first_dues(versions, sync))]
         heapq.heapify(self._waiting)
 
     @property

@@ -19,7 +19,7 @@ from tests.support.relays import Relays
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
-needs_namespaces = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
+needs_namespaces = pytest.mark.usefixtures("namespaces")
 PORT = 7777
 ECHO = """
 import socket, sys
@@ -79,8 +79,15 @@ def ask(link: socket.socket, text: bytes, limit_s: float = 10.0) -> bytes:
     return answer
 
 
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    """Skips, and says why, where there can be none."""
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+
+
 @pytest.fixture
-def lab() -> Iterator[Namespaces]:
+def lab(namespaces: None) -> Iterator[Namespaces]:
     with Namespaces(3) as made:
         yield made
 

@@ -108,19 +108,20 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 def test_calls_that_waited_are_counted_and_named() -> None:
     calls = [
-        StepCall(0, 1_000, ()),
-        StepCall(1, 3_000, ("posix.fsync", "_io.write")),
-        StepCall(2, 2_000, ("_io.write",)),
+        StepCall(0, 1_000, 900, ()),
+        StepCall(1, 3_000, 400, ("posix.fsync", "_io.write")),
+        StepCall(2, 2_000, 700, ("_io.write",)),
     ]
     figures = step_figures("step", calls)
     assert (figures["step_calls"], figures["step_calls_that_waited"]) == (3, 2)
     assert figures["step_waited_for"] == ["_io.write", "posix.fsync"]
     assert (figures["step_ms_p50"], figures["step_ms_max"]) == (2.0, 3.0)
+    assert figures["step_cpu_ms_max"] == 0.9
 
 
 def test_a_torn_last_line_of_a_record_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "steps").write_text('[5, 700, []]\n[6, 800, ["posix.read"]]\n[7, 9')
-    assert read_steps(tmp_path / "steps") == [StepCall(5, 700, ()), StepCall(6, 800, ("posix.read",))]
+    (tmp_path / "steps").write_text('[5, 700, 1, []]\n[6, 800, 2, ["posix.read"]]\n[7, 9')
+    assert read_steps(tmp_path / "steps") == [StepCall(5, 700, 1, ()), StepCall(6, 800, 2, ("posix.read",))]
 
 
 # ---- what waits

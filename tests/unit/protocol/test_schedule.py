@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geo_diloco.manifest import FragmentId, MonoMs, SyncSpec
-from geo_diloco.protocol.schedule import MICRO, Duty, InnerClock, first_due_steps, lockstep_duties, phase_steps
+from geo_diloco.protocol.schedule import (
+    MICRO,
+    Duty,
+    InnerClock,
+    first_due_steps,
+    first_dues,
+    lockstep_duties,
+    phase_steps,
+)
 
 
 @st.composite
@@ -52,6 +60,22 @@ def test_each_fragment_is_sampled_once_in_every_interval_and_adopted_tau_later(s
         assert all(b - a == sync.interval_steps for a, b in pairwise(sampled))
         expected = [step + sync.overlap_steps for step in sampled if step <= horizon]
         assert adopted[: len(expected)] == expected
+
+
+def test_a_run_begins_with_phases_and_is_taken_up_with_the_fragment_whose_turn_it_is() -> None:
+    sync = SyncSpec(interval_steps=24, num_fragments=4)
+    assert first_dues([0, 0, 0, 0], sync) == [24, 6, 12, 18]
+    assert first_dues([5, 5, 5, 5], sync) == [18, 0, 6, 12], "all merged equally often: fragment 1 is next"
+    assert first_dues([5, 6, 6, 5], sync) == [6, 12, 18, 0], "fragment 3, then 0, which ends the cycle"
+    assert first_dues([0, 1, 0, 0], sync) == [12, 18, 0, 6]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(1, 50))
+def test_who_takes_up_a_run_begins_at_once_with_those_merged_least(versions: list[int], interval_steps: int) -> None:
+    dues = first_dues(versions, SyncSpec(interval_steps=interval_steps, num_fragments=len(versions)))
+    assert min(dues) == 0 and max(dues) < interval_steps
+    by_version = sorted(zip(versions, dues, strict=True))
+    assert all(one[1] <= other[1] for one, other in pairwise(by_version) if one[0] < other[0])
 
 
 def test_the_clock_runs_at_the_pace_of_the_step_time_that_it_is_given() -> None:

@@ -123,6 +123,15 @@ def test_who_said_hello_to_a_term_that_never_opens_is_sent_away() -> None:
     assert [refuse.reason for refuse in said(effects, Refuse, ANN)] == ["not_serving"]
 
 
+def test_its_first_round_is_open_as_soon_as_a_learner_is_here() -> None:
+    """Learners have trained on while nobody served."""
+    chain = seated_chain()
+    chain.commit(1)
+    standing = Standing(chain)
+    standing.elected()
+    assert [asked.fragment for asked in said(standing.join(ANN), RoundOpen)] == [0]
+
+
 def test_an_ack_of_another_head_makes_nothing_durable() -> None:
     standing = Standing(seated_chain())
     standing.ask()
