@@ -27,6 +27,7 @@ from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import FoundRun, HandoverAsked
 from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.disk import atomic_write
@@ -37,7 +38,7 @@ from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
-from geo_diloco.runtime.session import ByteCounters, make_session
+from geo_diloco.runtime.session import make_session
 from geo_diloco.runtime.wire import Order, Signed
 
 AWAY_MS_MAX = 30 * 24 * 3_600_000
@@ -82,11 +83,10 @@ class ReachableNode:
         self.failure: BaseException | None = None
         self._ready_to_leave = asyncio.Event()
         self._counters = Counters()
-        self._bytes = ByteCounters()
         self._heldout_at: dict[int, float] = {}
         self._worker = Worker("fold")
-        self._session = make_session()
-        self._server = HttpServer(self, parts.identity, parts.store)
+        self._bulk = Bulk(make_session())
+        self._server = HttpServer(self, parts.identity, parts.store, lanes=self._bulk.lanes)
         self._address = ""
         self._is_on_air = False
         """The port is bound before the chain is read, because the core's first words name it."""
@@ -169,8 +169,7 @@ class ReachableNode:
                 token=p.token,
                 log=p.log,
                 directory=directory,
-                session=self._session,
-                counters=self._bytes,
+                bulk=self._bulk,
                 worker=self._worker,
                 outer=p.outer,
                 store=p.store,
@@ -308,7 +307,7 @@ class ReachableNode:
         return await self._keeper.newest() if self._keeper is not None and self._is_on_air else None
 
     def status(self) -> dict[str, Any]:
-        p, served, asked = self._p, self._server.counters, self._bytes
+        p, served, asked = self._p, self._server.counters, self._bulk.counters
         self._counters.bytes_in = served.bulk_in + served.control_in + asked.bulk_in + asked.control_in
         self._counters.bytes_out = served.bulk_out + served.control_out + asked.bulk_out + asked.control_out
         station = self._station
@@ -391,7 +390,7 @@ class ReachableNode:
         if station is not None:
             await station.close(LEAVE_S)
             await self._write_summary()
-        await self._session.close()
+        await self._bulk.session.close()
         self._worker.close()
         if self._evaluation is not None:
             self._evaluation.close()

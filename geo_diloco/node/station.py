@@ -33,6 +33,7 @@ from geo_diloco.protocol.events import (
 from geo_diloco.protocol.messages import BlobRef, Commit, Entry, Hello, Message, Welcome
 from geo_diloco.protocol.peer import Role
 from geo_diloco.protocol.seat import HelloFacts, Seat
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.control import ControlLink, connect_control
 from geo_diloco.runtime.dht import Directory
@@ -46,7 +47,6 @@ from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.records import PeerRecord, by_claim
 from geo_diloco.runtime.replacing import FragmentReplacing, ReplacingParts
 from geo_diloco.runtime.seeking import Place, Seeker
-from geo_diloco.runtime.session import ByteCounters, Session
 from geo_diloco.runtime.snapshots import SnapshotShelf
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.tape import Boot, TapeWriter
@@ -69,8 +69,7 @@ class StationParts:
     token: str
     log: EventLog
     directory: Directory
-    session: Session
-    counters: ByteCounters
+    bulk: Bulk
     worker: Worker
     outer: OuterState
     store: BlobStore
@@ -107,7 +106,7 @@ class Station:
         )
         self.driver = Driver(boot.fresh_core(), log=p.log, tape=TapeWriter(p.run_dir.tape, boot))
         self.core = self.driver.core
-        self.donors = Donors(p.session, p.store, own=p.identity.peer_id, counters=p.counters)
+        self.donors = Donors(p.bulk, p.store, own=p.identity.peer_id, is_mirror=p.may_serve)
         self.donors.roster_addresses = self._roster_addresses
         self.donors.directory_addresses = self._directory_addresses
         self.following = self._build_following()
@@ -300,7 +299,7 @@ class Station:
 
     def _connect(self, url: str, expected: PeerId | None) -> AbstractAsyncContextManager[ControlLink]:
         p = self._p
-        return connect_control(p.session, url, p.identity, p.run, expected_peer=expected, counters=p.counters)
+        return connect_control(p.bulk.session, url, p.identity, p.run, expected_peer=expected, counters=p.bulk.counters)
 
     def _blob_damaged(self, blob: BlobRef) -> None:
         """Bytes of an entry turned out to be gone. From any thread."""

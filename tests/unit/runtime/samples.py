@@ -36,6 +36,7 @@ from geo_diloco.protocol.messages import (
     Record,
     Snapshot,
 )
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
@@ -242,7 +243,11 @@ class Served:
     identity: Identity
     store: BlobStore
     url: str
-    session: Session
+    bulk: Bulk
+
+    @property
+    def session(self) -> Session:
+        return self.bulk.session
 
 
 @asynccontextmanager
@@ -253,6 +258,6 @@ async def served(store: BlobStore, port: RememberingPort | None = None) -> Async
     number = await server.start("127.0.0.1", 0)
     try:
         async with make_session() as session:
-            yield Served(port, server, identity, store, f"http://127.0.0.1:{number}", session)
+            yield Served(port, server, identity, store, f"http://127.0.0.1:{number}", Bulk(session))
     finally:
         await server.stop()
