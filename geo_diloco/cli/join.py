@@ -30,10 +30,7 @@ def join(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda[:N] or mps. [default: auto]")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 or bfloat16, of the passes. [default: float32]"),
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of the passes. [default: float32]")] = None,
     threads: options.Threads = None,
     data_dir: options.DataDir = None,
     save_every_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints. [default: 10]")] = None,
@@ -44,6 +41,11 @@ def join(
     dht_host: options.DhtHost = None,
     dht_port: options.DhtPort = None,
     bootstraps: options.Bootstraps = None,
+    max_up: options.MaxUp = None,
+    max_down: options.MaxDown = None,
+    quota: options.Quota = None,
+    mirror: options.Mirror = None,
+    congestion: options.Congestion = None,
     log_level: options.LogLevel = None,
     config: options.ConfigFile = None,
 ) -> None:
@@ -66,6 +68,11 @@ def join(
         dht_host=dht_host,
         dht_port=dht_port,
         bootstraps=bootstraps,
+        max_up=max_up,
+        max_down=max_down,
+        quota=quota,
+        mirror=mirror,
+        congestion=congestion,
         log_level=log_level,
     )
     options.warn_if_exposed(*parsed.bootstraps)

@@ -25,6 +25,7 @@ from geo_diloco.errors import (
 )
 from geo_diloco.manifest import Digest, RunId, RunManifest
 from geo_diloco.node.addresses import directory_addresses
+from geo_diloco.node.carrying import bulk_of
 from geo_diloco.node.rundir import RunDir, joined_snapshot
 from geo_diloco.numerics.fragments import Layout
 from geo_diloco.observability import EventLog
@@ -48,7 +49,6 @@ from geo_diloco.runtime.session import (
     fetch_manifest,
     fetch_proof,
     fetch_snapshot,
-    make_session,
 )
 from geo_diloco.runtime.snapshots import load_snapshot, loaded_from
 from geo_diloco.runtime.store import BlobStore, ChainStore
@@ -81,7 +81,7 @@ class Lobby:
         return self.bulk.counters
 
     async def close(self) -> None:
-        await self.session.close()
+        await self.bulk.close()
         await self.directory.close()
 
 
@@ -99,7 +99,7 @@ async def enter(invite: Invite, run_dir: RunDir, identity: Identity, config: Pee
         state_dir=run_dir.directory,
         on_status=lambda status: log.note("directory", status),
     )
-    lobby = Lobby(invite, run_dir, identity, log, directory, Bulk(make_session()))
+    lobby = Lobby(invite, run_dir, identity, log, directory, bulk_of(config, run_dir))
     try:
         await _fetch_manifest(lobby)
     except BaseException:

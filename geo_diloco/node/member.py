@@ -230,6 +230,7 @@ class Member:
             "bytes_in": lobby.counters.bulk_in + lobby.counters.control_in,
             "bytes_out": lobby.counters.bulk_out + lobby.counters.control_out,
         }
+        facts |= lobby.bulk.lanes.status()
         if station is None:
             return facts
         status = station.core.status(station.driver.now())

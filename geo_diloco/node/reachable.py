@@ -17,6 +17,7 @@ from geo_diloco.config import PeerConfig
 from geo_diloco.errors import ConfigError, DirectoryError, RefusedError
 from geo_diloco.manifest import Digest, FragmentId, PeerId, RunId, Seq
 from geo_diloco.node.addresses import directory_addresses, http_address, read_ports, write_ports
+from geo_diloco.node.carrying import bulk_of
 from geo_diloco.node.evaluation import Evaluation
 from geo_diloco.node.founding import NodeParts, state_digests
 from geo_diloco.node.keeping import SnapshotKeeper
@@ -27,7 +28,6 @@ from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import FoundRun, HandoverAsked
 from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record
-from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.disk import atomic_write
@@ -38,7 +38,6 @@ from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
-from geo_diloco.runtime.session import make_session
 from geo_diloco.runtime.wire import Order, Signed
 
 AWAY_MS_MAX = 30 * 24 * 3_600_000
@@ -85,7 +84,7 @@ class ReachableNode:
         self._counters = Counters()
         self._heldout_at: dict[int, float] = {}
         self._worker = Worker("fold")
-        self._bulk = Bulk(make_session())
+        self._bulk = bulk_of(config, parts.run_dir)
         self._server = HttpServer(self, parts.identity, parts.store, lanes=self._bulk.lanes)
         self._address = ""
         self._is_on_air = False
@@ -179,6 +178,7 @@ class ReachableNode:
                 hello=hello_facts(self._address),
                 may_serve=True,
                 may_elect=True,
+                is_mirror=self._config.mirror,
                 updates_bytes_max=None,
             ),
             on_failure=self._fail,
@@ -318,15 +318,21 @@ class ReachableNode:
         if why := p.store.why_full():
             waiting = tuple(replace(each, reason=f"{why}; {each.reason}") for each in status.waiting)
             status = replace(status, waiting=waiting)
-        return status_json(
-            status,
-            self._counters,
-            run=p.run,
-            name=p.manifest.name,
-            peer=p.identity.peer_id,
-            heldout_at=self._heldout_at,
-            lease_ms=_left(station.core.election.lease_until(now), now),
+        return (
+            status_json(
+                status,
+                self._counters,
+                run=p.run,
+                name=p.manifest.name,
+                peer=p.identity.peer_id,
+                heldout_at=self._heldout_at,
+                lease_ms=_left(station.core.election.lease_until(now), now),
+            )
+            | self._bulk_status()
         )
+
+    def _bulk_status(self) -> dict[str, Any]:
+        return self._bulk.lanes.status() | {"mirror": self.why_no_mirror() or None}
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         announced = None if self._serving is None else self._serving.accepts(digest)
@@ -336,6 +342,11 @@ class ReachableNode:
         if self._serving is not None and self._station is not None:
             self._serving.blob_arrived(ref)
             self._station.following.blob_arrived(ref)
+
+    def why_no_mirror(self) -> str:
+        if self._station is not None and self._station.core.serves:
+            return ""  # whoever is syncer is where updates come from
+        return self._bulk.lanes.quota.why_used_up() if self._config.mirror else "its owner doesn't want it to"
 
     def order(self, order: Order) -> str:
         if self._station is None or not self._is_on_air or not self._station.core.serves:
@@ -390,7 +401,7 @@ class ReachableNode:
         if station is not None:
             await station.close(LEAVE_S)
             await self._write_summary()
-        await self._bulk.session.close()
+        await self._bulk.close()
         self._worker.close()
         if self._evaluation is not None:
             self._evaluation.close()

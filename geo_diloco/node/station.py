@@ -44,7 +44,7 @@ from geo_diloco.runtime.following import Following, FollowingParts
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.links import Links, Sealer
 from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.records import PeerRecord, by_claim
+from geo_diloco.runtime.records import MIRROR, SERVES_BLOBS, PeerRecord, by_claim
 from geo_diloco.runtime.replacing import FragmentReplacing, ReplacingParts
 from geo_diloco.runtime.seeking import Place, Seeker
 from geo_diloco.runtime.snapshots import SnapshotShelf
@@ -80,6 +80,8 @@ class StationParts:
     hello: HelloFacts
     may_serve: bool
     may_elect: bool
+    is_mirror: bool = False
+    """Others may fetch blobs here."""
     updates_bytes_max: int | None = 256 << 20
 
 
@@ -109,6 +111,7 @@ class Station:
         self.donors = Donors(p.bulk, p.store, own=p.identity.peer_id, is_mirror=p.may_serve)
         self.donors.roster_addresses = self._roster_addresses
         self.donors.directory_addresses = self._directory_addresses
+        self.donors.no_mirrors = self._no_mirrors
         self.following = self._build_following()
         self.links = Links(
             self.driver,
@@ -187,8 +190,7 @@ class Station:
         self.run(self._seek(), name="seek")
         self.run(self._publish(), name="publish")
         self.run(self.driver.wait_closed(), name="driver")
-        if self._p.may_elect:
-            self.run(self._look_around(), name="look around")
+        self.run(self._look_around(), name="look around")
 
     def run(self, errand: Coroutine[Any, Any, None], *, name: str) -> None:
         """As long as this peer is on the air; if it fails the peer does."""
@@ -212,6 +214,10 @@ class Station:
     def _directory_addresses(self) -> Sequence[tuple[PeerId, str]]:
         return [(record.peer, record.address) for record in self._records if record.address]
 
+    def _no_mirrors(self) -> set[PeerId]:
+        """Who says that it gives no blobs to others, unless it serves."""
+        return {record.peer for record in self._records if record.roles and not SERVES_BLOBS & set(record.roles)}
+
     async def _look_up(self) -> Sequence[tuple[PeerId, str]]:
         """Who claims to serve, highest term first; then who could."""
         try:
@@ -228,9 +234,12 @@ class Station:
             self._p.log.note("directory", str(exc), level="warning")
 
     async def _look_around(self) -> None:
-        """Tell the core who could serve."""
+        """Tell the core who could serve, if it may vote; everybody needs to know who is a mirror."""
         while True:
             await self._refresh()
+            if not self._p.may_elect:
+                await asyncio.sleep(PUBLISH_EVERY_S)
+                continue
             sightings = tuple(
                 Sighting(record.peer, Rank(0, record.term, record.head_seq), _served(record))
                 for record in by_claim(self._records)
@@ -271,7 +280,7 @@ class Station:
             record = PeerRecord(
                 run=p.run,
                 peer=p.identity.peer_id,
-                roles=(role,),
+                roles=(role, MIRROR) if p.is_mirror else (role,),
                 address=p.hello.address if p.may_serve else "",
                 term=Term(max(0, rank.term)),
                 boot=self.boot,

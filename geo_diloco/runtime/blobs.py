@@ -49,13 +49,16 @@ class BlobDoor:
         *,
         accepts: Callable[[Digest], BlobRef | None],
         arrived: Callable[[BlobRef], None],
+        why_not: Callable[[], str],
         counters: ByteCounters,
         lanes: Lanes,
     ) -> None:
-        """`accepts`: the announced blob of a digest, if its bytes may come now; `arrived` is told of a complete one."""
+        """`accepts`: the announced blob of a digest, if its bytes may come now; `arrived` is told of a complete one;
+        `why_not`: why blobs are not given to others now, empty if they are."""
         self._store = store
         self._accepts = accepts
         self._arrived = arrived
+        self._why_not = why_not
         self._counters = counters
         self._lanes = lanes
 
@@ -198,8 +201,11 @@ class BlobDoor:
         return web.Response()
 
     def _readable(self, request: web.Request) -> BlobRef:
-        """Held or announced."""
+        """Held or announced. Who pushes an announced one may always ask how much of it is here."""
         digest = request.match_info["digest"]
+        why_not = self._why_not()
+        if why_not and not (request.method == "HEAD" and self._accepts(Digest(digest))):
+            raise Refusal(404, "no-mirror", f"this peer gives nothing to others now: {why_not}")
         ref = self._store.find(digest) or self._accepts(Digest(digest))
         if ref is None:
             raise Refusal(404, "unknown-blob", f"blob {digest[:12]} is neither held nor announced")

@@ -12,7 +12,7 @@ say them. Whoever needs the syncer's waits here until the control connection has
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
@@ -51,6 +51,8 @@ class Donors:
         self.roster_addresses: Callable[[], Sequence[tuple[PeerId, str]]] = lambda: ()
         """The chain's word: whoever serves, then the electors that could."""
         self.directory_addresses: Callable[[], Sequence[tuple[PeerId, str]]] = lambda: ()
+        self.no_mirrors: Callable[[], Collection[PeerId]] = lambda: ()
+        """Who is known to give no blobs to others."""
 
     # ---- places
 
@@ -99,12 +101,12 @@ class Donors:
             return url_from_address(address, peer=peer) if address else None
         return None
 
-    def _others(self) -> list[str]:
+    def _others(self, *, without: Collection[PeerId] = ()) -> list[str]:
         """Everybody else whom the chain or the directory names."""
         urls: dict[str, None] = {}
         for peer, address in (*self.roster_addresses(), *self.directory_addresses()):
             with suppress(RemoteProtocolError):
-                if peer != self._own and address:
+                if peer != self._own and address and peer not in without:
                     urls[url_from_address(address, peer=peer)] = None
         return [url for url in urls if url != self._syncer]
 
@@ -141,7 +143,7 @@ class Donors:
     def _sources(self) -> list[Source]:
         """Whom to ask for a blob, whom to wait for, and who is the reserve."""
         routes, syncer = self._bulk.routes, self._syncer
-        others = routes.ordered(self._others())[:MIRRORS_AT_ONCE]
+        others = routes.ordered(self._others(without=self.no_mirrors()))[:MIRRORS_AT_ONCE]
         if not syncer:
             return [Source(url) for url in others]
         if self._is_mirror:

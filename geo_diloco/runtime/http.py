@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -73,6 +72,9 @@ class ServerPort(Protocol):
     def blob_arrived(self, ref: BlobRef) -> None:
         """It is complete. May be said more than once."""
 
+    def why_no_mirror(self) -> str:
+        """Why blobs are not given to others now; empty if they are."""
+
     def order(self, order: Order) -> str:
         """The owner's wish, verified; a word to answer with."""
 
@@ -97,19 +99,17 @@ class HttpServer:
         store: BlobStore,
         *,
         lanes: Lanes | None = None,
-        congestion: Sequence[str] = (),
     ) -> None:
-        """`congestion`: controls to ask the kernel for, the first that it has is used."""
         self.counters = ByteCounters()
         self._lanes = lanes or Lanes()
         self._blobs = BlobDoor(
             store,
             accepts=lambda digest: self._port.accepts(digest),
             arrived=lambda ref: self._port.blob_arrived(ref),
+            why_not=lambda: self._port.why_no_mirror(),
             counters=self.counters,
             lanes=self._lanes,
         )
-        self._congestion = congestion
         self._port = port
         self._identity = identity
         self._links: dict[PeerId, ControlLink] = {}
@@ -152,7 +152,7 @@ class HttpServer:
             loop = asyncio.get_running_loop()
             listener = await loop.create_server(keeper.door, host, port, backlog=128)
             for each in listener.sockets:  # what is accepted inherits it
-                prepare(each, congestion=self._congestion, receive_bytes=self._lanes.receive_bytes)
+                prepare(each, congestion=self._lanes.controls, receive_bytes=self._lanes.receive_bytes)
         except OSError as exc:
             await runner.cleanup()
             raise ConfigError(f"can't listen on {host}:{port}: {exc.strerror or exc}") from exc

@@ -35,8 +35,16 @@ class Bucket:
 class Shaper:
     """One direction's limit; none if the rate is 0. For the event loop's thread."""
 
-    def __init__(self, bytes_per_s: float = 0.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bytes_per_s: float = 0.0,
+        *,
+        spend: Callable[[int], None] = lambda size: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`spend` is told of all that goes through."""
         self.bytes_per_s = bytes_per_s
+        self._spend = spend
         self._clock = clock
         self._bucket = Bucket(bytes_per_s, clock()) if bytes_per_s else None
 
@@ -50,6 +58,7 @@ class Shaper:
 
     async def take(self, size: int, *, touch: Callable[[], None] = lambda: None) -> None:
         """Wait until so many bytes may go. `touch` is called meanwhile: being held back is no standstill."""
+        self._spend(size)
         if self._bucket is None:
             return
         wait_s = self._bucket.wait_s(size, self._clock())

@@ -36,7 +36,7 @@ from geo_diloco.protocol.messages import (
     Record,
     Snapshot,
 )
-from geo_diloco.runtime.bulk import Bulk
+from geo_diloco.runtime.bulk import Bulk, Lanes
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
@@ -182,6 +182,7 @@ class RememberingPort:
     entries_heard: list[Signed] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     admits: Callable[[str, str, PeerId], bool] = lambda proof, nonce, peer: True
+    no_mirror: str = ""
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def signed_entries(self, from_seq: int, limit: int) -> list[Signed]:
@@ -195,6 +196,9 @@ class RememberingPort:
 
     def status(self) -> dict[str, Any]:
         return {"name": "run"}
+
+    def why_no_mirror(self) -> str:
+        return self.no_mirror
 
     def order(self, order: Order) -> str:
         self.orders.append(order)
@@ -251,10 +255,12 @@ class Served:
 
 
 @asynccontextmanager
-async def served(store: BlobStore, port: RememberingPort | None = None) -> AsyncIterator[Served]:
+async def served(
+    store: BlobStore, port: RememberingPort | None = None, *, lanes: Lanes | None = None
+) -> AsyncIterator[Served]:
     port = port or RememberingPort()
     identity = Identity.generate()
-    server = HttpServer(port, identity, store)
+    server = HttpServer(port, identity, store, lanes=lanes)
     number = await server.start("127.0.0.1", 0)
     try:
         async with make_session() as session:
