@@ -245,6 +245,11 @@ async def fetch_status(session: Session, base_url: str, *, counters: ByteCounter
     return _json_object(body, base_url)
 
 
+async def read_small(session: Session, url: str) -> int:
+    """Ask for something small, whatever it is; how many bytes it is."""
+    return len(await _ask(session, url, bytes_max=MANIFEST_BYTES_MAX, counters=None))
+
+
 async def _ask(session: Session, url: str, *, bytes_max: int, counters: ByteCounters | None) -> bytes:
     async with asking(url), Deadline(STALL_S) as deadline, session.get(url, allow_redirects=False) as response:
         deadline.touch()
