@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
+from geo_diloco.runtime.pieces import PIECE_BYTES
 from geo_diloco.runtime.routes import Route, Routes
 from geo_diloco.runtime.session import StallError, TransferRefused
 from geo_diloco.runtime.spans import Missing, Span
@@ -33,6 +34,9 @@ IDLE_S = 0.5
 """Who has nothing to do looks again that often."""
 RESERVE_SHARE = 0.25
 """Others are of use as long as they carry that share of what the reserve did the last time."""
+LONG_PIECE_S = 4.0
+"""Where a piece takes a stream that long, the last ones are begun all at once: whoever waited for a stream to get free
+would be that much later."""
 SLOWER = 3.0
 """Whose rest takes that many times as long as it would take us, and `TAKEN_OVER_S` more, is relieved of it."""
 TAKEN_OVER_S = 0.5
@@ -261,6 +265,9 @@ class Flow:
         streams = min(seat.climb.streams, seat.route.streams_max())
         now = time.monotonic()
         rate = max(seat.route.bytes_per_s, seat.moved / max(now - seat.began_at, 1.0)) / streams
+        most = seat.route.streams_max()
+        if 0.0 < rate < PIECE_BYTES / LONG_PIECE_S and self._missing.num_free <= most - len(seat.runs):
+            streams = most
         while (at_work := sum(not run.is_ending for run in seat.runs.values())) < streams and not seat.must_open:
             span = self._missing.take(streams, seat.having, bytes_per_s=rate)
             if span is None:
@@ -290,7 +297,8 @@ class Flow:
     def _judge(self, seat: _Seat, now: float) -> None:
         """How many streams the next window has."""
         if seat.is_window_full:
-            left = self._missing.num_bytes
+            under_way = sum(run.size - run.moved for each in self._seats for run in each.runs.values())
+            left = self._missing.num_bytes + under_way
             seat.climb = seat.climb.judged(seat.moved - seat.window_moved, now - seat.window_at, left=left)
         seat.window_at, seat.window_moved, seat.is_window_full = now, seat.moved, True
 

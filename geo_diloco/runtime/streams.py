@@ -21,7 +21,7 @@ KEPT = 0.97
 """Fewer streams that carry this much of what more of them did are as good."""
 CHANGED = 0.6
 """A rate below this share of the one we knew, or above its inverse, is another link."""
-TRIAL_WINDOWS = 6
+TRIAL_WINDOWS = 10
 """A trial costs a window of new connections getting going; with less than that many left it can't pay."""
 REST_WINDOWS = 4
 REST_WINDOWS_MAX = 32
