@@ -94,6 +94,32 @@ def quality(
     _print(measure_quality(minutes=minutes, num_learners=learners, say=typer.echo), as_json=as_json)
 
 
+@app.command()
+def transfer(
+    relay: Annotated[
+        str, typer.Option(help="The link that a relay on this machine makes: RATE,RTT.", metavar="RATE,RTT")
+    ] = "100mbit,100ms",
+    to: Annotated[str, typer.Option(help="Instead: HOST:PORT of a peer, whose snapshot is fetched.")] = "",
+    size_mb: Annotated[int, typer.Option(min=1, max=10_000, help="Size of the blob, in million bytes.")] = 100,
+    cuts: Annotated[int, typer.Option(min=0, max=100, help="How often the link is cut in the second transfer.")] = 3,
+    congestion: Annotated[
+        list[str] | None,
+        typer.Option(help="auto, bbr, cubic or system; may be given several times. [default: bbr and cubic]"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How full a blob keeps a link, what cuts cost, and how long control messages take meanwhile."""
+    from geo_diloco.cli.bench_transfer import Link, measure_peer, measure_relayed
+
+    controls = congestion or ["bbr", "cubic"]
+    if to:
+        result = measure_peer(to, congestion=controls[0], say=typer.echo)
+    else:
+        link = Link.parse(relay)
+        result = measure_relayed(link, size=size_mb * 10**6, cuts=cuts, congestion=controls, say=typer.echo)
+    _print(result, as_json=as_json)
+
+
 @app.command(name="codec")
 def codec_(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 7,

@@ -31,10 +31,7 @@ def join(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda[:N] or mps. [default: auto]")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 or bfloat16, of the passes. [default: float32]"),
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of the passes. [default: float32]")] = None,
     threads: options.Threads = None,
     data_dir: options.DataDir = None,
     save_every_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints. [default: 10]")] = None,
@@ -46,6 +43,11 @@ def join(
     dht_port: options.DhtPort = None,
     bootstraps: options.Bootstraps = None,
     keep_contributions: options.KeepContributions = None,
+    max_up: options.MaxUp = None,
+    max_down: options.MaxDown = None,
+    quota: options.Quota = None,
+    mirror: options.Mirror = None,
+    congestion: options.Congestion = None,
     log_level: options.LogLevel = None,
     config: options.ConfigFile = None,
 ) -> None:
@@ -70,6 +72,11 @@ def join(
         dht_port=dht_port,
         bootstraps=bootstraps,
         keep_contributions=keep_contributions,
+        max_up=max_up,
+        max_down=max_down,
+        quota=quota,
+        mirror=mirror,
+        congestion=congestion,
         log_level=log_level,
     )
     if keep_contributions and not settings.announce:

@@ -51,6 +51,20 @@ DataDir = Annotated[
     Path | None,
     typer.Option(help="Training data. [default: the run's own source]"),
 ]
+MaxUp = Annotated[str | None, typer.Option(help="Bulk sent at most, such as 10mbit or 1.2MB/s. [default: no limit]")]
+MaxDown = Annotated[str | None, typer.Option(help="Bulk received at most, likewise. [default: no limit]")]
+Quota = Annotated[
+    str | None,
+    typer.Option(help="Bulk a day, such as 50GB/day; when it is used up this peer is no mirror. [default: no limit]"),
+]
+Mirror = Annotated[
+    bool | None,
+    typer.Option("--mirror/--no-mirror", help="Serve blobs to others who can reach this machine. [default: mirror]"),
+]
+Congestion = Annotated[
+    str | None,
+    typer.Option(help="Congestion control: auto, bbr, cubic or system. [default: auto, BBR where there is one]"),
+]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error. [default: info]")]
 
 

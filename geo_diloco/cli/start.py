@@ -31,6 +31,11 @@ def start(
     data_dir: options.DataDir = None,
     threads: options.Threads = None,
     keep_contributions: options.KeepContributions = None,
+    max_up: options.MaxUp = None,
+    max_down: options.MaxDown = None,
+    quota: options.Quota = None,
+    mirror: options.Mirror = None,
+    congestion: options.Congestion = None,
     log_level: options.LogLevel = None,
     config: options.ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the invite and addresses as one JSON object.")] = False,
@@ -48,6 +53,11 @@ def start(
         data_dir=data_dir,
         threads=threads,
         keep_contributions=keep_contributions,
+        max_up=max_up,
+        max_down=max_down,
+        quota=quota,
+        mirror=mirror,
+        congestion=congestion,
         log_level=log_level,
     )
     from geo_diloco.node import run_founder

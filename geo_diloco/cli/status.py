@@ -55,7 +55,31 @@ def status_text(status: Mapping[str, Any]) -> str:
             f"quorum after {item['quorum_wait_ms']} ms, grace {item['grace_ms']} ms: {_plain(item['reason'])}"
         )
     lines += [f"  fragment {item['fragment']} waits: {_plain(item['reason'])}" for item in status["waiting"]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_bulk_lines(status)])
+
+
+def _bulk_lines(status: Mapping[str, Any]) -> list[str]:
+    """Transfers of the peer that was asked, and the limits that its owner set."""
+    limits = status.get("limits", {})
+    said = [
+        f"{name.replace('_', ' ')} {limits[name] * 8 / 1e6:g} Mbit/s"
+        for name in ("max_up", "max_down")
+        if name in limits
+    ]
+    if "quota" in limits:
+        said.append(f"{limits['quota_used'] / 1e9:.2f} of {limits['quota'] / 1e9:g} GB used today")
+    if status.get("mirror"):
+        said.append(f"no mirror: {_plain(status['mirror'])}")
+    lines = [f"limits: {', '.join(said)}"] if said else []
+    for item in status.get("transfers", []):
+        left = "stands still" if item["left_s"] is None else f"{item['left_s']:.0f} s left"
+        resumed = f", resumed {item['resumed']} times" if item["resumed"] else ""
+        moved = f"{item['bytes'] / 1e6:.1f} of {item['bytes_total'] / 1e6:.1f} MB"
+        lines.append(
+            f"  {item['direction']} {_plain(item['what'])}: {moved}, {item['bytes_per_s'] * 8 / 1e6:.2f} Mbit/s, "
+            f"{left}, with {_plain(', '.join(item['with']))}{resumed}"
+        )
+    return lines
 
 
 def amended_lines(rules: Mapping[str, Any]) -> list[str]:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from platformdirs import user_state_path
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from geo_diloco.config.mistakes import read_toml, sentence
+from geo_diloco.config.quantities import AMOUNT_FORM, RATE_FORM, bytes_per_day, bytes_per_s
 from geo_diloco.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "GEO_DILOCO_"
@@ -28,6 +29,18 @@ _BOOTSTRAP = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/tcp/\d{1,5}/p2p/[1-9A
 BOOTSTRAPS_MAX = 15
 """An invite has room for 16, and one of them is the founder's own."""
 _Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _read_rate(said: object) -> object:
+    return bytes_per_s(said) if isinstance(said, str) else said
+
+
+def _read_amount(said: object) -> object:
+    return bytes_per_day(said) if isinstance(said, str) else said
+
+
+_Rate = Annotated[int, BeforeValidator(_read_rate), Field(ge=0, description=RATE_FORM)]
+_Amount = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, description=AMOUNT_FORM)]
 
 
 class PeerConfig(BaseModel):
@@ -72,6 +85,17 @@ class PeerConfig(BaseModel):
     """Let this disk guard the chain and vote on who serves, if the syncer wants so."""
     keep_contributions: bool = False
     """While syncer: keep the contributions of its commits, so that a replay can redo the merges."""
+    max_up: _Rate = 0
+    """Bulk that this machine sends, in bytes per second; written as `10mbit` or `1.2MB/s`. 0 is no limit."""
+    max_down: _Rate = 0
+    """The same, of what it receives."""
+    quota: _Amount = 0
+    """Bytes of bulk a day, both directions together, after which this peer is no mirror until midnight UTC; written as
+    `50GB/day`. 0 is no limit."""
+    mirror: bool = True
+    """Serve updates and snapshots to others, if they can reach this machine."""
+    congestion: Literal["auto", "bbr", "cubic", "system"] = "auto"
+    """Congestion control of this machine's connections; `auto` is BBR where the kernel offers it."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("run_dir", "data_dir", mode="after")

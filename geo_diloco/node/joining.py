@@ -25,11 +25,13 @@ from geo_diloco.errors import (
 )
 from geo_diloco.manifest import Digest, RunId, RunManifest
 from geo_diloco.node.addresses import directory_addresses
+from geo_diloco.node.carrying import bulk_of
 from geo_diloco.node.rundir import RunDir, joined_snapshot
 from geo_diloco.numerics.fragments import Layout
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.events import SnapshotLoaded
 from geo_diloco.protocol.messages import Snapshot
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.disk import atomic_write
@@ -48,11 +50,10 @@ from geo_diloco.runtime.session import (
     fetch_manifest,
     fetch_proof,
     fetch_snapshot,
-    make_session,
 )
 from geo_diloco.runtime.snapshots import load_snapshot, loaded_from
 from geo_diloco.runtime.store import BlobStore, ChainStore
-from geo_diloco.runtime.transfer import fetch_blob
+from geo_diloco.runtime.transfer import Source, fetch_blob
 from geo_diloco.runtime.wire import open_snapshot, url_from_address
 
 CLAIMS_MAX = 64
@@ -67,15 +68,22 @@ class Lobby:
     identity: Identity
     log: EventLog
     directory: Directory
-    session: Session
-    counters: ByteCounters = field(default_factory=ByteCounters)
+    bulk: Bulk
     manifest: RunManifest = field(default_factory=RunManifest)
     url: str = ""
     """Where the syncer was found last."""
 
+    @property
+    def session(self) -> Session:
+        return self.bulk.session
+
+    @property
+    def counters(self) -> ByteCounters:
+        return self.bulk.counters
+
     async def close(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.session.close())
+            group.create_task(self.bulk.close())
             group.create_task(self.directory.close())
 
 
@@ -93,7 +101,7 @@ async def enter(invite: Invite, run_dir: RunDir, identity: Identity, config: Pee
         state_dir=run_dir.directory,
         on_status=lambda status: log.note("directory", status),
     )
-    lobby = Lobby(invite, run_dir, identity, log, directory, make_session())
+    lobby = Lobby(invite, run_dir, identity, log, directory, bulk_of(config, run_dir))
     try:
         await _fetch_manifest(lobby)
     except BaseException:
@@ -209,7 +217,7 @@ async def _catch_up_from(
     _check_sizes(snapshot, outer.layout)
     for blob in [*snapshot.theta, *(snapshot.momentum if outer.with_momentum else ())]:
         if not store.has(blob):
-            await fetch_blob(session, url, blob, store, counters=counters)
+            await fetch_blob(lobby.bulk, [Source(url)], blob, store)
     await worker.call(load_snapshot, snapshot, outer, store.get)
     atomic_write(lobby.run_dir.joined, signed.to_line().encode())
     return Position(outer, loaded_from(snapshot, whole_chain=whole_chain), (signed.signer, url))

@@ -149,8 +149,7 @@ class Member:
             token=lobby.invite.token,
             log=lobby.log,
             directory=lobby.directory,
-            session=lobby.session,
-            counters=lobby.counters,
+            bulk=lobby.bulk,
             worker=self._worker,
             outer=position.outer,
             store=self._store,
@@ -256,6 +255,7 @@ class Member:
             "bytes_in": lobby.counters.bulk_in + lobby.counters.control_in,
             "bytes_out": lobby.counters.bulk_out + lobby.counters.control_out,
         }
+        facts |= lobby.bulk.lanes.status()
         if station is None:
             return facts
         status = station.core.status(station.driver.now())

@@ -17,6 +17,7 @@ from geo_diloco.config import PeerConfig
 from geo_diloco.errors import ConfigError, DirectoryError, RefusedError, TransferError
 from geo_diloco.manifest import Digest, FragmentId, PeerId, Seq
 from geo_diloco.node.addresses import directory_addresses, http_address, read_ports, write_ports
+from geo_diloco.node.carrying import bulk_of
 from geo_diloco.node.evaluation import Evaluation
 from geo_diloco.node.founding import NodeParts, state_digests
 from geo_diloco.node.inviting import FounderInfo, info_of
@@ -37,7 +38,6 @@ from geo_diloco.runtime.identity import proof_is_valid
 from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
-from geo_diloco.runtime.session import ByteCounters, make_session
 from geo_diloco.runtime.wire import Order, Signed, open_amendment
 
 AWAY_MS_MAX = 30 * 24 * 3_600_000
@@ -69,12 +69,11 @@ class ReachableNode:
         self.failure: BaseException | None = None
         self._ready_to_leave = asyncio.Event()
         self._counters = Counters()
-        self._bytes = ByteCounters()
         self._heldout_at: dict[int, float] = {}
         self._disk_bytes = 0
         self._worker = Worker("fold")
-        self._session = make_session()
-        self._server = HttpServer(self, parts.identity, parts.store)
+        self._bulk = bulk_of(config, parts.run_dir)
+        self._server = HttpServer(self, parts.identity, parts.store, lanes=self._bulk.lanes)
         self._address = ""
         self._is_on_air = False
         """The port is bound before the chain is read, because the core's first words name it."""
@@ -165,8 +164,7 @@ class ReachableNode:
                 token=p.token,
                 log=p.log,
                 directory=directory,
-                session=self._session,
-                counters=self._bytes,
+                bulk=self._bulk,
                 worker=self._worker,
                 outer=p.outer,
                 store=p.store,
@@ -177,6 +175,7 @@ class ReachableNode:
                 may_serve=True,
                 may_elect=True,
                 updates_bytes_kept=None if self._config.keep_contributions else UPDATES_BYTES_KEPT,
+                is_mirror=self._config.mirror,
             ),
             on_failure=self._fail,
         )
@@ -291,7 +290,7 @@ class ReachableNode:
         return await self._keeper.newest() if self._keeper is not None and self._is_on_air else None
 
     def status(self) -> dict[str, Any]:
-        p, served, asked = self._p, self._server.counters, self._bytes
+        p, served, asked = self._p, self._server.counters, self._bulk.counters
         self._counters.bytes_in = served.bulk_in + served.control_in + asked.bulk_in + asked.control_in
         self._counters.bytes_out = served.bulk_out + served.control_out + asked.bulk_out + asked.control_out
         station = self._station
@@ -302,16 +301,22 @@ class ReachableNode:
         if why := p.store.why_full():
             waiting = tuple(replace(each, reason=f"{why}; {each.reason}") for each in status.waiting)
             status = replace(status, waiting=waiting)
-        return status_json(
-            status,
-            self._counters,
-            run=p.run,
-            name=p.manifest.name,
-            peer=p.identity.peer_id,
-            heldout_at=self._heldout_at,
-            disk_bytes=self._disk_bytes,
-            lease_ms=_left(station.core.election.lease_until(now), now),
+        return (
+            status_json(
+                status,
+                self._counters,
+                run=p.run,
+                name=p.manifest.name,
+                peer=p.identity.peer_id,
+                heldout_at=self._heldout_at,
+                disk_bytes=self._disk_bytes,
+                lease_ms=_left(station.core.election.lease_until(now), now),
+            )
+            | self._bulk_status()
         )
+
+    def _bulk_status(self) -> dict[str, Any]:
+        return self._bulk.lanes.status() | {"mirror": self.why_no_mirror() or None}
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         announced = None if self._serving is None else self._serving.accepts(digest)
@@ -325,6 +330,11 @@ class ReachableNode:
     @property
     def owner(self) -> PeerId:
         return self._p.manifest.founder
+
+    def why_no_mirror(self) -> str:
+        if self._station is not None and self._station.core.serves:
+            return ""  # whoever is syncer is where updates come from
+        return self._bulk.lanes.quota.why_used_up() if self._config.mirror else "its owner doesn't want it to"
 
     def order(self, order: Order) -> str:
         if self._station is None or not self._is_on_air or not self._station.core.serves:
@@ -402,7 +412,7 @@ class ReachableNode:
             await self._station.close(LEAVE_S)
         if self._evaluation is not None:  # not before the driver, which would take what it left off for a measurement
             self._evaluation.close()
-        await self._session.close()
+        await self._bulk.close()
 
     async def _write_summary(self) -> None:
         """This peer's last word: where it stands, and the digests of the Theta it holds."""

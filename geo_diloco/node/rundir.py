@@ -95,6 +95,11 @@ class RunDir:
         return self.root / "addresses.json"
 
     @property
+    def quota(self) -> Path:
+        """Bulk of today."""
+        return self.root / "quota.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -75,7 +75,7 @@ async def _make(invite: Invite, run_dir: RunDir, config: PeerConfig, log: EventL
     except BaseException:
         await lobby.close()
         raise
-    await lobby.session.close()
+    await lobby.bulk.close()
     return ReachableNode(parts, config, directory=lobby.directory, first=place)
 
 

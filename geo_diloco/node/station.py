@@ -33,6 +33,7 @@ from geo_diloco.protocol.events import (
 from geo_diloco.protocol.messages import BlobRef, Commit, Entry, Hello, Message, Welcome
 from geo_diloco.protocol.peer import Role
 from geo_diloco.protocol.seat import HelloFacts, Seat
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.control import ControlLink, connect_control
 from geo_diloco.runtime.dht import Directory
@@ -43,10 +44,9 @@ from geo_diloco.runtime.following import Following, FollowingParts
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.links import Links, Sealer
 from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.records import PeerRecord, by_claim
+from geo_diloco.runtime.records import MIRROR, SERVES_BLOBS, PeerRecord, by_claim
 from geo_diloco.runtime.replacing import FragmentReplacing, ReplacingParts
 from geo_diloco.runtime.seeking import Place, Seeker
-from geo_diloco.runtime.session import ByteCounters, Session
 from geo_diloco.runtime.snapshots import SnapshotShelf
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.tape import Boot, TapeWriter
@@ -71,8 +71,7 @@ class StationParts:
     token: str
     log: EventLog
     directory: Directory
-    session: Session
-    counters: ByteCounters
+    bulk: Bulk
     worker: Worker
     outer: OuterState
     store: BlobStore
@@ -83,6 +82,8 @@ class StationParts:
     hello: HelloFacts
     may_serve: bool
     may_elect: bool
+    is_mirror: bool = False
+    """Others may fetch blobs here."""
     updates_bytes_kept: int | None = UPDATES_BYTES_KEPT
     """What updates may take on the disk beyond those that are needed; none: all of them stay."""
 
@@ -110,9 +111,10 @@ class Station:
         )
         self.driver = Driver(boot.fresh_core(), log=p.log, tape=TapeWriter(p.run_dir.tape, boot))
         self.core = self.driver.core
-        self.donors = Donors(p.session, p.store, own=p.identity.peer_id, counters=p.counters)
+        self.donors = Donors(p.bulk, p.store, own=p.identity.peer_id, is_mirror=p.may_serve)
         self.donors.roster_addresses = self._roster_addresses
         self.donors.directory_addresses = self._directory_addresses
+        self.donors.no_mirrors = self._no_mirrors
         self.following = self._build_following()
         self.links = Links(
             self.driver,
@@ -190,8 +192,7 @@ class Station:
         self.run(self._seek(), name="seek")
         self.run(self._publish(), name="publish")
         self.run(self.driver.wait_closed(), name="driver")
-        if self._p.may_elect:
-            self.run(self._look_around(), name="look around")
+        self.run(self._look_around(), name="look around")
 
     def run(self, errand: Coroutine[Any, Any, None], *, name: str) -> None:
         """As long as this peer is on the air; if it fails the peer does."""
@@ -215,6 +216,10 @@ class Station:
     def _directory_addresses(self) -> Sequence[tuple[PeerId, str]]:
         return [(record.peer, record.address) for record in self._records if record.address]
 
+    def _no_mirrors(self) -> set[PeerId]:
+        """Who says that it gives no blobs to others, unless it serves."""
+        return {record.peer for record in self._records if record.roles and not SERVES_BLOBS & set(record.roles)}
+
     async def _look_up(self) -> Sequence[tuple[PeerId, str]]:
         """Who claims to serve, highest term first; then who could."""
         try:
@@ -231,9 +236,12 @@ class Station:
             self._p.log.note("directory", str(exc), level="warning")
 
     async def _look_around(self) -> None:
-        """Tell the core who could serve."""
+        """Tell the core who could serve, if it may vote; everybody needs to know who is a mirror."""
         while True:
             await self._refresh()
+            if not self._p.may_elect:
+                await asyncio.sleep(PUBLISH_EVERY_S)
+                continue
             sightings = tuple(
                 Sighting(record.peer, Rank(0, record.term, record.head_seq), _served(record))
                 for record in by_claim(self._records)
@@ -274,7 +282,7 @@ class Station:
             record = PeerRecord(
                 run=p.run,
                 peer=p.identity.peer_id,
-                roles=(role,),
+                roles=(role, MIRROR) if p.is_mirror else (role,),
                 address=p.hello.address if p.may_serve else "",
                 term=Term(max(0, rank.term)),
                 boot=self.boot,
@@ -302,7 +310,7 @@ class Station:
 
     def _connect(self, url: str, expected: PeerId | None) -> AbstractAsyncContextManager[ControlLink]:
         p = self._p
-        return connect_control(p.session, url, p.identity, p.run, expected_peer=expected, counters=p.counters)
+        return connect_control(p.bulk.session, url, p.identity, p.run, expected_peer=expected, counters=p.bulk.counters)
 
     def _blob_damaged(self, blob: BlobRef) -> None:
         """Bytes of an entry turned out to be gone, or of a snapshot. From any thread."""

@@ -1,4 +1,9 @@
-"""Where a peer gets entries, update blobs and snapshots from: the syncer first, then whoever else can be reached.
+"""Where a peer gets entries, update blobs and snapshots from, and how it spreads itself over those who have them.
+
+Entries come from the syncer, who makes them. Its uplink must not carry every update to every learner, so blobs come
+from mirrors, drawn by the rate that was measured, and the syncer is the reserve; who can be reached himself gets them
+from the syncer, because the others wait for him. Nobody has to be told of any of this: a mirror that hasn't got a blob
+yet says so, and may have it a moment later.
 
 It also is the one place that knows where things are: addresses as the roster, the directory and the peers' own Hellos
 say them. Whoever needs the syncer's waits here until the control connection has found it.
@@ -7,29 +12,36 @@ say them. Whoever needs the syncer's waits here until the control connection has
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
 from geo_diloco.manifest import PeerId
 from geo_diloco.protocol.messages import BlobRef
-from geo_diloco.runtime.session import ByteCounters, Session, TransferRefused, fetch_entries, fetch_snapshot
+from geo_diloco.runtime.bulk import Bulk
+from geo_diloco.runtime.session import TransferRefused, fetch_entries, fetch_snapshot
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.transfer import fetch_blob, upload_blob
+from geo_diloco.runtime.transfer import NobodyLeftError, Source, fetch_blob, upload_blob
 from geo_diloco.runtime.wire import Signed, url_from_address
 
 KNOWN_MAX = 1024
 """Addresses remembered of what peers say in Hello."""
+MIRRORS_AT_ONCE = 3
+HEAD_START_S = 1.0
+"""Mirrors are fetching an update themselves when it is new."""
+PATIENCE_S = 3.0
+"""So long a mirror is asked again for what it hasn't got yet."""
 
 
 class Donors:
     """For the event loop's thread."""
 
-    def __init__(self, session: Session, store: BlobStore, *, own: PeerId, counters: ByteCounters) -> None:
-        self._session = session
+    def __init__(self, bulk: Bulk, store: BlobStore, *, own: PeerId, is_mirror: bool = False) -> None:
+        """`is_mirror`: others fetch from here what we fetched."""
+        self._bulk = bulk
         self._store = store
         self._own = own
-        self._counters = counters
+        self._is_mirror = is_mirror
         self._url = ""
         self._is_known = asyncio.Event()
         self._serving_url = ""
@@ -39,6 +51,8 @@ class Donors:
         self.roster_addresses: Callable[[], Sequence[tuple[PeerId, str]]] = lambda: ()
         """The chain's word: whoever serves, then the electors that could."""
         self.directory_addresses: Callable[[], Sequence[tuple[PeerId, str]]] = lambda: ()
+        self.no_mirrors: Callable[[], Collection[PeerId]] = lambda: ()
+        """Who is known to give no blobs to others."""
 
     # ---- places
 
@@ -87,12 +101,12 @@ class Donors:
             return url_from_address(address, peer=peer) if address else None
         return None
 
-    def _others(self) -> list[str]:
+    def _others(self, *, without: Collection[PeerId] = ()) -> list[str]:
         """Everybody else whom the chain or the directory names."""
         urls: dict[str, None] = {}
         for peer, address in (*self.roster_addresses(), *self.directory_addresses()):
             with suppress(RemoteProtocolError):
-                if peer != self._own and address:
+                if peer != self._own and address and peer not in without:
                     urls[url_from_address(address, peer=peer)] = None
         return [url for url in urls if url != self._syncer]
 
@@ -105,7 +119,9 @@ class Donors:
 
     async def entries(self, from_seq: int, limit: int) -> Sequence[Signed]:
         """From whoever is syncer. Raises TransferError if one try breaks off."""
-        return await fetch_entries(self._session, await self.base_url(), from_seq, limit=limit, counters=self._counters)
+        return await fetch_entries(
+            self._bulk.session, await self.base_url(), from_seq, limit=limit, counters=self._bulk.counters
+        )
 
     async def blob(self, blob: BlobRef) -> None:
         """Have it in the store. Waits until somebody is known who may have it.
@@ -116,22 +132,25 @@ class Donors:
         if not self._syncer and not self._others():
             await self._is_known.wait()
         syncer = self._syncer
-        refusal: TransferRefused | None = None
-        failure: TransferError | None = None
-        for url in [syncer, *self._others()] if syncer else self._others():
-            if self._store.has(blob):
-                return
-            try:
-                await fetch_blob(self._session, url, blob, self._store, counters=self._counters)
-                return
-            except TransferRefused as exc:
-                refusal = exc if url == syncer else refusal
-                failure = failure or TransferError(str(exc))
-            except TransferError as exc:
-                failure = failure or exc
-        if refusal is not None:
-            raise refusal
-        raise failure or TransferError("nobody is known who has it")
+        try:
+            await fetch_blob(self._bulk, self._sources(), blob, self._store)
+        except NobodyLeftError as exc:
+            refusal = exc.failures.get(syncer)
+            if isinstance(refusal, TransferRefused):
+                raise refusal from exc
+            raise
+
+    def _sources(self) -> list[Source]:
+        """Whom to ask for a blob, whom to wait for, and who is the reserve."""
+        routes, syncer = self._bulk.routes, self._syncer
+        others = routes.ordered(self._others(without=self.no_mirrors()))[:MIRRORS_AT_ONCE]
+        if not syncer:
+            return [Source(url) for url in others]
+        if self._is_mirror:
+            return [Source(syncer), *(Source(url, delay_s=PATIENCE_S) for url in others)]
+        hopeful = {url for url in others if routes.to(url).is_worth_waiting_for and not routes.is_resting(url)}
+        mirrors = [Source(url, patience_s=PATIENCE_S if url in hopeful else 0.0) for url in others]
+        return [*mirrors, Source(syncer, delay_s=HEAD_START_S if hopeful else 0.0)]
 
     async def signed_snapshots(self) -> list[Signed]:
         """Newest of whoever answers, not verified; the syncer's first. Raises TransferError if there is none."""
@@ -139,7 +158,7 @@ class Donors:
         why = "nobody is known who has one"
         for url in [await self.base_url(), *self._others()]:
             try:
-                signed = await fetch_snapshot(self._session, url, counters=self._counters)
+                signed = await fetch_snapshot(self._bulk.session, url, counters=self._bulk.counters)
             except (TransferError, RemoteProtocolError) as exc:
                 why = str(exc)
                 continue
@@ -170,4 +189,4 @@ class Donors:
 
     async def push(self, blob: BlobRef, url: str, *, ask_first: bool = False) -> int:
         """`ask_first`: it may well be there already."""
-        return await upload_blob(self._session, url, blob, self._store, counters=self._counters, ask_first=ask_first)
+        return await upload_blob(self._bulk, url, blob, self._store, ask_first=ask_first)

@@ -305,6 +305,11 @@ class PartialBlob:
                 raise BlobError(f"piece {i} of blob {self.ref.digest[:12]} was damaged on disk and is dropped")
             return data
 
+    def drop_open(self, i: int) -> None:
+        """An unfinished piece begins again at 0."""
+        with self._lock:
+            self._close(i)
+
     def discard(self) -> None:
         """Remove all that is held of it, unless it is complete."""
         with self._lock:

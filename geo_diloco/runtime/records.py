@@ -56,7 +56,7 @@ class PeerRecord:
     run: RunId
     peer: PeerId
     roles: tuple[str, ...]
-    """`syncer`, `standby`, `learner` or `follower`, as it claims them."""
+    """`syncer`, `standby`, `learner` or `follower`, as it claims them, and `mirror` beside."""
     address: str
     """`host:port` of its HTTP side; empty if it only dials out."""
     term: Term
@@ -72,6 +72,8 @@ def directory_key(run: RunId) -> str:
 
 
 CAN_SERVE = frozenset({"syncer", "standby"})
+MIRROR = "mirror"
+SERVES_BLOBS = frozenset({"syncer", MIRROR})
 
 
 def by_claim(records: Iterable[PeerRecord]) -> list[PeerRecord]:

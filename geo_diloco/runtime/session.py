@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import Digest, RunId, run_id_from_bytes
+from geo_diloco.runtime.sockets import bytes_acked, prepare
 from geo_diloco.runtime.wire import LINE_BYTES_MAX, Signed
 
 Session = aiohttp.ClientSession
@@ -33,8 +34,10 @@ CHAIN_BYTES_MAX = 2 * LINE_BYTES_MAX
 """Of one answer to a question for entries."""
 STATUS_BYTES_MAX = 4 << 20
 _ERROR_BYTES_MAX = 4096
-_UNSENT_BYTES_MAX = 128 << 10
-"""Kept small so that what the kernel takes from us is what the network carries: else a stall is not seen."""
+
+
+class StallError(TransferError):
+    """Nothing moved for too long."""
 
 
 class TransferRefused(TransferError):
@@ -51,31 +54,42 @@ class ByteCounters:
     control_out: int = 0
 
 
-def make_session() -> Session:
-    """The one session of a process: no total time limit, warm connections, no cookies, nothing decompressed."""
+def make_session(*, congestion: Sequence[str] = (), receive_bytes: int = 0) -> Session:
+    """The one session of a process: no total time limit, warm connections, no cookies, nothing decompressed.
+
+    Connections are not counted here: who waits for one of them to get free would be a control connection behind bulk.
+    Of bulk there are as many as `streams` and `routes` allow. See `sockets.prepare` for the arguments.
+    """
+
+    def make_socket(info: tuple[Any, ...]) -> socket.socket:
+        made = socket.socket(info[0], info[1], info[2])
+        prepare(made, congestion=congestion, receive_bytes=receive_bytes)
+        return made
+
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        connector=aiohttp.TCPConnector(limit=64, limit_per_host=16, keepalive_timeout=60, socket_factory=_make_socket),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=make_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
     )
 
 
-def _make_socket(info: tuple[Any, ...]) -> socket.socket:
-    made = socket.socket(info[0], info[1], info[2])
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
-    return made
-
-
 class Deadline:
-    """A progress deadline: TimeoutError in the body if nobody calls `touch` for `stall_s`."""
+    """A progress deadline: TimeoutError in the body if nothing is known to have moved for `stall_s`.
+
+    What has moved is told by `touch`, or found by looking at what the other end has acknowledged (`watch`): on a slow
+    link minutes may pass until the kernel takes another chunk of ours, and all the while bytes arrive over there.
+    """
 
     def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
+        self._limit_s = stall_s
+        self._look_s = stall_s / 6
         self._timeout = asyncio.timeout(stall_s)
         self._is_running = False
+        self._transport: Any = None
+        self._acked: int | None = None
+        self._next_look: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Deadline:
         await self._timeout.__aenter__()
@@ -84,12 +98,54 @@ class Deadline:
 
     async def __aexit__(self, *exc_info: Any) -> None:
         self._is_running = False
+        if self._next_look is not None:
+            self._next_look.cancel()
         await self._timeout.__aexit__(*exc_info)
 
     def touch(self) -> None:
         """Also from another task, and harmless when it is too late."""
         if self._is_running and not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._stall_s)
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self._limit_s)
+
+    def watch(self, transport: Any) -> None:
+        """From now on what the other end of this connection acknowledges counts as well."""
+        if self._next_look is None and self._is_running and bytes_acked(transport) is not None:
+            self._limit_s -= self._look_s  # what is found moved may have moved that long ago
+            self._transport = transport
+            self._look()
+
+    def _look(self) -> None:
+        acked = bytes_acked(self._transport)
+        if acked is not None and acked != self._acked:
+            self._acked = acked
+            self.touch()
+        self._next_look = asyncio.get_running_loop().call_later(self._look_s, self._look)
+
+
+class Body(aiohttp.payload.Payload):
+    """What a request sends, chunk by chunk; the deadline watches the connection that it goes out on."""
+
+    def __init__(self, chunks: AsyncIterator[bytes | memoryview], size: int, deadline: Deadline) -> None:
+        super().__init__(chunks, content_type="application/octet-stream")
+        self._chunks = chunks
+        self._size = size
+        self._deadline = deadline
+        self.failure: TransferError | None = None
+        """Why it could not be sent, where that lay with us."""
+
+    async def write(self, writer: aiohttp.abc.AbstractStreamWriter) -> None:
+        self._consumed = True  # the library must not begin again with what is left of it
+        self._deadline.watch(getattr(writer, "transport", None))
+        try:
+            async for chunk in self._chunks:
+                await writer.write(chunk)
+                await writer.drain()
+        except TransferError as exc:
+            self.failure = exc
+            raise
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise TypeError("a body that is sent once, chunk by chunk, is no text")
 
 
 @asynccontextmanager
@@ -98,7 +154,7 @@ async def asking(url: str) -> AsyncIterator[None]:
     try:
         yield
     except TimeoutError as exc:
-        raise TransferError(f"{url}: no progress in time") from exc
+        raise StallError(f"{url}: no progress in time") from exc
     except (aiohttp.ClientError, HttpProcessingError, OSError) as exc:
         raise TransferError(f"{url}: {str(exc) or type(exc).__name__}") from exc
 
@@ -197,6 +253,11 @@ async def give_order(session: Session, base_url: str, order: Callable[[str], str
 async def fetch_status(session: Session, base_url: str, *, counters: ByteCounters | None = None) -> dict[str, Any]:
     body = await _ask(session, f"{base_url}/v1/status", bytes_max=STATUS_BYTES_MAX, counters=counters)
     return _json_object(body, base_url)
+
+
+async def read_small(session: Session, url: str) -> int:
+    """Ask for something small, whatever it is; how many bytes it is."""
+    return len(await _ask(session, url, bytes_max=MANIFEST_BYTES_MAX, counters=None))
 
 
 async def _ask(session: Session, url: str, *, bytes_max: int, counters: ByteCounters | None) -> bytes:

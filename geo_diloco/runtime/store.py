@@ -31,6 +31,7 @@ from geo_diloco.runtime.pieces import (
     blob_ref,
     check_index,
     check_size,
+    digest_from_index,
     digest_in_index,
     num_pieces,
     piece_digests,
@@ -67,7 +68,10 @@ class BlobStore:
 
     def put(self, data: bytes | memoryview) -> BlobRef:
         """Hold these bytes; they are on disk when it returns."""
-        ref = blob_ref(data)
+        index = b"".join(piece_digests(data))
+        size = memoryview(data).nbytes
+        ref = BlobRef(digest_from_index(size, index), size)
+        self._remember(ref, index)
         if not self.has(ref):
             self._check_space(ref.size)
             with disk_errors():
@@ -131,11 +135,15 @@ class BlobStore:
             known = self._indexes.get(ref.digest)
         if known is None:
             known = b"".join(piece_digests(self.get(ref)))
-            with self._lock:
-                if len(self._indexes) >= _INDEXES_MAX:
-                    self._indexes.pop(next(iter(self._indexes)))
-                self._indexes[ref.digest] = known
+            self._remember(ref, known)
         return known
+
+    def _remember(self, ref: BlobRef, index: bytes) -> None:
+        """Else all of the blob is read again for the first who asks, while he waits."""
+        with self._lock:
+            if len(self._indexes) >= _INDEXES_MAX:
+                self._indexes.pop(next(iter(self._indexes)))
+            self._indexes[ref.digest] = index
 
     def set_index(self, ref: BlobRef, index: bytes) -> None:
         """Wanted before the pieces of a blob of several. Raises BlobError if it is not the index of `ref`."""
@@ -143,6 +151,7 @@ class BlobStore:
             return
         check_index(ref, index)
         self._check_space(ref.size)
+        self._remember(ref, index)
         partial = self._partial(ref)
         partial.set_index(index)
         self._drop_if_over(partial)
@@ -165,6 +174,11 @@ class BlobStore:
         is_held = partial.append(i, offset, chunk)
         self._drop_if_over(partial)
         return is_held
+
+    def drop_open(self, ref: BlobRef, i: int) -> None:
+        """Piece `i`, if it is unfinished, begins again."""
+        if not self.has(ref):
+            self._partial(ref).drop_open(i)
 
     def read_piece(self, ref: BlobRef, i: int) -> bytes:
         """Piece `i`, verified; of a partial blob too. Raises BlobError if it is not held."""

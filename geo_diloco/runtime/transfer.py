@@ -1,24 +1,28 @@
 """Moving blobs over plain HTTP, from the side that dials.
 
 A transfer has no time limit, only a progress deadline: it may take a night, but it may not stand still. It resumes
-piece by piece from what the other side (or the store here) already holds, tries again by itself while that grows, and
-fails in one of two ways: `TransferError`, try later and it goes on where it stopped, or `TransferRefused`, this will
-never work.
+piece by piece, and within a piece, from what the other side (or the store here) already holds, over as many streams as
+help and from as many donors as there are (`flow.py`). It fails in one of two ways: `TransferError`, try later and it
+goes on where it stopped, or `TransferRefused`, this will never work.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from geo_diloco.errors import BlobError, RemoteProtocolError, TransferError
+from geo_diloco.errors import BlobError, TransferError
 from geo_diloco.protocol.messages import BlobRef
+from geo_diloco.runtime.board import Direction, Line
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.disk import StoreFullError
+from geo_diloco.runtime.flow import Flow, NotYetError, Way
 from geo_diloco.runtime.pieces import (
+    HELD_HEADER,
+    PIECE_BYTES,
     PIECE_DIGEST_BYTES,
     BlobStatus,
     GapError,
@@ -29,260 +33,384 @@ from geo_diloco.runtime.pieces import (
 )
 from geo_diloco.runtime.session import (
     STALL_S,
-    ByteCounters,
+    Body,
     Deadline,
     Response,
-    Session,
     TransferRefused,
     asking,
     raise_for_status,
     read_bounded,
 )
+from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.store import BlobStore
 
-STREAMS = 4
-"""Parallel requests of one transfer: lossy links carry several streams far better than one (cubic)."""
-FAILURES_MAX = 5
-"""Tries in a row that the other side's (or our) holdings did not grow by."""
-BACKOFF_S = 0.1
 ANNOUNCE_WAIT_S = 10.0
 """How long an upload waits for its announcement, sent on another connection, to be heard."""
 _CHUNK_BYTES = 64 << 10
 
 
-class _NotAnnounced(TransferError):
-    pass
+class NobodyLeftError(TransferError):
+    """No donor is left that could give the rest; why, by address."""
+
+    def __init__(self, failures: Mapping[str, TransferError]) -> None:
+        super().__init__("; ".join(str(failure) for failure in failures.values()) or "nobody is known who has it")
+        self.failures = failures
+
+    @property
+    def is_final(self) -> bool:
+        """All of them won't ever give it."""
+        return all(isinstance(failure, TransferRefused) for failure in self.failures.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A donor for a fetch."""
+
+    url: str
+    delay_s: float = 0.0
+    """A reserve: asked when the others were of little use for so long."""
+    patience_s: float = 0.0
+    """How long it is waited for what it hasn't got yet."""
 
 
 async def upload_blob(
-    session: Session,
+    bulk: Bulk,
     base_url: str,
     ref: BlobRef,
     store: BlobStore,
     *,
     stall_s: float = STALL_S,
-    counters: ByteCounters | None = None,
     ask_first: bool = False,
+    what: str = "",
 ) -> int:
     """Push a held blob to a peer that has heard its announcement; returns once every piece is confirmed. `ask_first`:
     ask what is missing even where one request would do, because the peer may well have it.
 
     Returns the rate in bytes per second. Raises TransferRefused or TransferError.
     """
-    move = _Move(session, base_url, ref, store, stall_s, counters or ByteCounters())
-    await _until_done(move, _Upload(move, ask_first=ask_first).attempt)
+    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, range(num_pieces(ref.size))))
+    failures = await move.run([(_Upload(move, base_url, ask_first=ask_first), 0.0)], "up", what)
+    for failure in failures.values():
+        raise _final(failure)
     return move.bytes_per_s()
 
 
 async def fetch_blob(
-    session: Session,
-    base_url: str,
+    bulk: Bulk,
+    sources: Sequence[Source],
     ref: BlobRef,
     store: BlobStore,
     *,
     stall_s: float = STALL_S,
-    counters: ByteCounters | None = None,
+    what: str = "",
 ) -> int:
-    """Have a blob in the store, from a peer that holds it; returns the rate in bytes per second.
+    """Have a blob in the store, from peers that hold it or parts of it; returns the rate in bytes per second.
 
-    Raises TransferRefused if the peer doesn't have it or sends wrong bytes for it, else TransferError.
+    Raises NobodyLeftError with each donor's failure: TransferRefused if it doesn't have the blob or sends wrong bytes
+    for it, else TransferError. TransferRefused by itself is for a blob that nobody can have.
     """
     try:
         check_size(ref)
     except BlobError as exc:
         raise TransferRefused(str(exc)) from exc
-    move = _Move(session, base_url, ref, store, stall_s, counters or ByteCounters())
-    await _until_done(move, _Fetch(move).attempt)
+    with _own_store():
+        status = await asyncio.to_thread(store.status, ref)
+    if status.complete:
+        return 0
+    rest = [i for i in range(num_pieces(ref.size)) if i not in status.held]
+    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, rest, status.open_offsets))
+    move.held = _num_bytes(ref, status)
+    job = _FetchJob(move, has_index=status.has_index, begun=status.open_offsets)
+    ways = [(_Fetch(job, source), source.delay_s) for source in sources]
+    failures = await move.run(ways, "down", what)
+    if failures or not store.has(ref):
+        raise NobodyLeftError({url: _final(failure) for url, failure in failures.items()})
     return move.bytes_per_s()
+
+
+def _final(failure: TransferError) -> TransferError:
+    """What was waited for and did not come is refused."""
+    return TransferRefused(str(failure)) if isinstance(failure, NotYetError) else failure
+
+
+def _num_bytes(ref: BlobRef, status: BlobStatus) -> int:
+    return sum(piece_size(ref.size, i) for i in status.held) + sum(status.open_offsets.values())
 
 
 @dataclass
 class _Move:
     """What an upload and a fetch have in common."""
 
-    session: Session
-    base_url: str
+    bulk: Bulk
     ref: BlobRef
     store: BlobStore
     stall_s: float
-    counters: ByteCounters
-    moved: int = 0
-    confirmed: int = 0
-    """Most bytes that the receiving side was known to hold: only this is progress."""
-    failures: int = 0
-    """Tries that broke off since there was progress."""
+    missing: Missing
+    held: int = 0
+    """Bytes that were there before."""
+    num_moved: int = 0
     began_at: float = field(default_factory=time.monotonic)
 
-    @property
-    def url(self) -> str:
-        return f"{self.base_url}/v1/blobs/{self.ref.digest}"
+    async def run(self, ways: Sequence[tuple[Way, float]], direction: Direction, what: str) -> dict[str, TransferError]:
+        board = self.bulk.lanes.board
+        self.line: Line = board.begin(what or f"blob {self.ref.digest[:12]}", direction, self.ref.size, done=self.held)
+        self.flow = Flow(self.missing, self.ref.size, routes=self.bulk.routes)
+        try:
+            return await self.flow.run(ways)
+        finally:
+            board.end(self.line)
+
+    def moved(self, way: Way, size: int, span: Span | None = None) -> None:
+        """So many bytes went over the wire, of a span or of an index."""
+        self.num_moved += size
+        if span is not None:
+            self.flow.moved(way, size, span)
+            self.bulk.lanes.board.moved(self.line, size, way.url)
+            self.line.resumed = max(self.line.resumed, self.flow.resumed)
 
     def bytes_per_s(self) -> int:
-        return int(self.moved / max(time.monotonic() - self.began_at, 1e-6))
+        return int(self.num_moved / max(time.monotonic() - self.began_at, 1e-6))
 
-    def confirm(self, status: BlobStatus) -> None:
-        held = sum(piece_size(self.ref.size, i) for i in status.held) + sum(status.open_offsets.values())
-        if held > self.confirmed:
-            self.confirmed, self.failures = held, 0
+    def url(self, base_url: str) -> str:
+        return f"{base_url}/v1/blobs/{self.ref.digest}"
+
+    def url_of(self, base_url: str, span: Span) -> str:
+        run = str(span.first) if span.first == span.last else f"{span.first}-{span.last}"
+        return f"{self.url(base_url)}/{run}"
 
 
-async def _until_done(move: _Move, attempt: Callable[[], Awaitable[None]]) -> None:
-    not_announced_at: float | None = None
-    while True:
-        try:
-            return await attempt()
-        except TransferRefused:
-            raise
-        except RemoteProtocolError as exc:
-            raise TransferRefused(str(exc)) from exc
-        except _NotAnnounced as exc:
-            not_announced_at = not_announced_at or time.monotonic()
-            if time.monotonic() - not_announced_at > ANNOUNCE_WAIT_S:
-                raise TransferRefused(str(exc)) from exc
-            await asyncio.sleep(BACKOFF_S)
-            continue
-        except TransferError:
-            not_announced_at = None
-            move.failures += 1
-            if move.failures >= FAILURES_MAX:
-                raise
-        await asyncio.sleep(BACKOFF_S * 2**move.failures * random.uniform(0.5, 1.5))
+async def _check(response: Response) -> None:
+    """As `raise_for_status`, but what isn't there may come."""
+    try:
+        await raise_for_status(response)
+    except TransferRefused as exc:
+        if response.status == 404:
+            raise NotYetError(str(exc)) from exc
+        raise
 
 
 class _Upload:
-    def __init__(self, move: _Move, *, ask_first: bool) -> None:
+    """The way to the peer that collects it."""
+
+    def __init__(self, move: _Move, base_url: str, *, ask_first: bool) -> None:
+        self.url = base_url
+        self.confirmed = 0
+        self.patience_s = ANNOUNCE_WAIT_S
         self._m = move
         self._is_first = not ask_first
 
-    async def attempt(self) -> None:
+    async def open(self) -> None:
         m, total = self._m, num_pieces(self._m.ref.size)
         if total == 1 and self._is_first:
             self._is_first = False
-            return await self._put_piece(0, 0)
+            return
         status = await self._head()
-        m.confirm(status)
         if not status.has_index and total != 1:
             await self._put_index()
-        missing = [i for i in range(total) if i not in status.held]
-        await _in_streams(missing, lambda i: self._put_piece(i, status.open_offsets.get(i, 0)))
+        m.missing.know(status.held, status.open_offsets)
+        self.confirmed = max(self.confirmed, _num_bytes(m.ref, status))
+        m.line.done = max(m.line.done, self.confirmed) if m.line.whom else self.confirmed
+
+    async def move(self, span: Span) -> None:
+        m = self._m
+        size = span.num_bytes(m.ref.size)
+        headers = {"Content-Range": f"bytes {span.offset}-{span.offset + size - 1}/{span.offset + size}"}
+        await self._put(m.url_of(self.url, span), size, headers, span)
+        self.confirmed += size
+
+    async def left(self, span: Span) -> tuple[Sequence[int], Mapping[int, int]]:
+        """The other side knows, and is asked before anything is sent again."""
+        return span.pieces(), {}
 
     async def _head(self) -> BlobStatus:
-        m = self._m
-        async with asking(m.url), Deadline(m.stall_s), m.session.head(m.url, allow_redirects=False) as response:
-            await self._check(response)
+        m, url = self._m, self._m.url(self.url)
+        async with asking(url), Deadline(m.stall_s), m.bulk.session.head(url, allow_redirects=False) as response:
+            await _check(response)
             return status_from_headers(response.headers, m.ref)
 
     async def _put_index(self) -> None:
         m = self._m
         with _own_blob():
             index = await asyncio.to_thread(m.store.index, m.ref)
-        await self._put(f"{m.url}/index", index, {})
+        await self._put(f"{m.url(self.url)}/index", len(index), {}, index)
 
-    async def _put_piece(self, i: int, offset: int) -> None:
+    async def _put(self, url: str, size: int, headers: dict[str, str], sent: Span | bytes) -> None:
         m = self._m
-        with _own_blob():
-            data = await asyncio.to_thread(m.store.read_piece, m.ref, i)
-        content_range = f"bytes {offset}-{len(data) - 1}/{len(data)}"
-        await self._put(f"{m.url}/{i}", memoryview(data)[offset:], {"Content-Range": content_range})
-
-    async def _put(self, url: str, body: bytes | memoryview, headers: dict[str, str]) -> None:
-        m = self._m
-        headers["Content-Length"] = str(len(body))
-        headers["Content-Type"] = "application/octet-stream"
-        async with (
-            asking(url),
-            Deadline(m.stall_s) as deadline,
-            m.session.put(url, data=self._chunks(body, deadline), headers=headers, allow_redirects=False) as response,
-        ):
-            await self._check(response)
-
-    async def _chunks(self, body: bytes | memoryview, deadline: Deadline) -> AsyncIterator[bytes]:
-        for begin in range(0, len(body), _CHUNK_BYTES):
-            chunk = bytes(body[begin : begin + _CHUNK_BYTES])
-            yield chunk
-            deadline.touch()
-            self._m.moved += len(chunk)
-            self._m.counters.bulk_out += len(chunk)
-
-    async def _check(self, response: Response) -> None:
+        deadline = Deadline(m.stall_s)
+        body = Body(self._chunks(sent, deadline), size, deadline)
+        put = m.bulk.session.put(url, data=body, headers=headers, allow_redirects=False)
         try:
-            await raise_for_status(response)
-        except TransferRefused as exc:
-            if response.status == 404:
-                raise _NotAnnounced(str(exc)) from exc
-            raise
+            async with asking(url), deadline, put as response:
+                await _check(response)
+        except TransferError as exc:
+            if body.failure is None:
+                raise
+            raise body.failure from exc
+
+    async def _chunks(self, sent: Span | bytes, deadline: Deadline) -> AsyncIterator[memoryview]:
+        m, up = self._m, self._m.bulk.lanes.up
+        portion = up.portion(_CHUNK_BYTES)
+        span = sent if isinstance(sent, Span) else None
+        async for data in self._parts(sent):
+            for begin in range(0, len(data), portion):
+                chunk = data[begin : begin + portion]
+                await up.take(len(chunk), touch=deadline.touch)
+                yield chunk
+                deadline.touch()
+                m.bulk.counters.bulk_out += len(chunk)
+                m.moved(self, len(chunk), span)
+
+    async def _parts(self, sent: Span | bytes) -> AsyncIterator[memoryview]:
+        if isinstance(sent, bytes):
+            yield memoryview(sent)
+            return
+        offset = sent.offset
+        for i in sent.pieces():
+            with _own_blob():
+                data = await asyncio.to_thread(self._m.store.read_piece, self._m.ref, i)
+            yield memoryview(data)[offset:]
+            offset = 0
+
+
+class _FetchJob:
+    """What all donors of one fetch share."""
+
+    def __init__(self, move: _Move, *, has_index: bool, begun: Collection[int]) -> None:
+        self.move = move
+        self.has_index = has_index or num_pieces(move.ref.size) == 1
+        self.asking_for_index = asyncio.Lock()
+        self.brought_by: dict[int, set[str]] = {i: {"before"} for i in begun}
+        """Whose bytes an unfinished piece has: if it turns out wrong, who sent all of it is to blame."""
+        self.alone: set[int] = set()
+        """Pieces that were wrong with bytes of several: each of them is sent by one donor now, from its begin."""
+
+    def begins(self, i: int, url: str) -> None:
+        self.brought_by.setdefault(i, set()).add(url)
+
+    def is_held(self, i: int) -> None:
+        self.brought_by.pop(i, None)
+        self.move.missing.moved(i)
+
+    def is_to_blame(self, i: int, url: str) -> bool:
+        """Piece `i` was wrong. It begins again."""
+        brought_by = self.brought_by.pop(i, {url})
+        if brought_by == {url}:
+            return True
+        self.alone.add(i)
+        return False
 
 
 class _Fetch:
-    def __init__(self, move: _Move) -> None:
-        self._m = move
-        self._wrong: set[int] = set()
-        """Pieces that came with a wrong digest once."""
+    """The way from one donor."""
 
-    async def attempt(self) -> None:
-        m, total = self._m, num_pieces(self._m.ref.size)
-        with _own_store():
-            status = await asyncio.to_thread(m.store.status, m.ref)
-        if status.complete:
-            return
-        m.confirm(status)
-        if not status.has_index and total != 1:
-            await self._get_index()
-        missing = [i for i in range(total) if i not in status.held]
-        await _in_streams(missing, lambda i: self._get_piece(i, status.open_offsets.get(i, 0)))
+    def __init__(self, job: _FetchJob, source: Source) -> None:
+        self.url = source.url
+        self.patience_s = source.patience_s
+        self.confirmed = 0
+        self._job = job
+        self._m = job.move
+        self._was_wrong = False
 
-    async def _get_index(self) -> None:
-        m = self._m
+    async def open(self) -> Collection[int] | None:
+        if not self._job.has_index:
+            async with self._job.asking_for_index:
+                if not self._job.has_index:
+                    return await self._get_index()
+        if num_pieces(self._m.ref.size) == 1:
+            return None
+        m, url = self._m, self._m.url(self.url)
+        async with asking(url), Deadline(m.stall_s), m.bulk.session.head(url, allow_redirects=False) as response:
+            await _check(response)
+            return self._having(response)
+
+    def _having(self, response: Response) -> Collection[int] | None:
+        status = status_from_headers(response.headers, self._m.ref)
+        return None if len(status.held) == num_pieces(self._m.ref.size) else status.held
+
+    async def _get_index(self) -> Collection[int] | None:
+        m, url = self._m, self._m.url(self.url)
         wanted = num_pieces(m.ref.size) * PIECE_DIGEST_BYTES
         async with (
-            asking(m.url),
+            asking(url),
             Deadline(m.stall_s) as deadline,
-            m.session.get(m.url, allow_redirects=False) as response,
+            m.bulk.session.get(url, allow_redirects=False) as response,
         ):
-            await raise_for_status(response)
+            await _check(response)
+            having = self._having(response) if HELD_HEADER in response.headers else None
             index = await read_bounded(response, wanted, deadline)
         try:
             await asyncio.to_thread(m.store.set_index, m.ref, index)
         except StoreFullError as exc:
             raise TransferError(str(exc)) from exc
         except BlobError as exc:
-            raise TransferRefused(f"{m.base_url}: {exc}") from exc
+            raise TransferRefused(f"{self.url}: {exc}") from exc
+        self._job.has_index = True
+        return having
 
-    async def _get_piece(self, i: int, offset: int) -> None:
-        m, url = self._m, f"{self._m.url}/{i}"
-        size = piece_size(m.ref.size, i)
-        headers = {"Range": f"bytes={offset}-"} if offset else {}
+    async def move(self, span: Span) -> None:
+        m, url = self._m, self._m.url_of(self.url, span)
+        headers = {"Range": f"bytes={span.offset}-"} if span.offset else {}
         async with (
             asking(url),
             Deadline(m.stall_s) as deadline,
-            m.session.get(url, headers=headers, allow_redirects=False) as response,
+            m.bulk.session.get(url, headers=headers, allow_redirects=False) as response,
         ):
-            await raise_for_status(response)
-            if response.status == 200:
-                offset = 0
-            if response.content_length != size - offset:
-                raise TransferRefused(f"{url} answers {response.content_length} bytes, wanted {size - offset}")
+            await _check(response)
+            offset = 0 if response.status == 200 else span.offset
+            expected = Span(span.first, span.last, offset).num_bytes(m.ref.size)
+            if response.content_length != expected:
+                raise TransferRefused(f"{url} answers {response.content_length} bytes, wanted {expected}")
+            at = span.first * PIECE_BYTES + offset
             async for chunk in response.content.iter_any():
                 deadline.touch()
-                await self._keep(i, offset, chunk, size)
-                offset += len(chunk)
+                await m.bulk.lanes.down.take(len(chunk), touch=deadline.touch)
+                m.bulk.counters.bulk_in += len(chunk)
+                m.moved(self, len(chunk), span)
+                at = await self._keep(at, chunk)
 
-    async def _keep(self, i: int, offset: int, chunk: bytes, size: int) -> None:
+    async def _keep(self, at: int, chunk: bytes) -> int:
+        """Bytes from `at` within the blob on, into the pieces they belong to; returns where the next ones go."""
+        rest = memoryview(chunk)
+        while rest:
+            i, offset = divmod(at, PIECE_BYTES)
+            part = rest[: piece_size(self._m.ref.size, i) - offset]
+            self._job.begins(i, self.url)
+            await self._append(i, offset, part)
+            self.confirmed += len(part)
+            at, rest = at + len(part), rest[len(part) :]
+        return at
+
+    async def _append(self, i: int, offset: int, part: memoryview) -> None:
         m = self._m
-        m.moved += len(chunk)
-        m.counters.bulk_in += len(chunk)
+        is_last = offset + len(part) == piece_size(m.ref.size, i)
         try:
-            if offset + len(chunk) < size:
-                m.store.append_piece(m.ref, i, offset, chunk)
+            if not is_last:
+                is_held = m.store.append_piece(m.ref, i, offset, part)
             else:  # hashed and written now, which is no work for the event loop
-                await asyncio.to_thread(m.store.append_piece, m.ref, i, offset, chunk)
+                is_held = await asyncio.to_thread(m.store.append_piece, m.ref, i, offset, part)
         except (GapError, StoreFullError) as exc:
             raise TransferError(str(exc)) from exc
         except BlobError as exc:
-            if i in self._wrong:
-                raise TransferRefused(f"{m.base_url}: {exc}") from exc
-            self._wrong.add(i)
-            raise TransferError(f"{m.base_url}: {exc}") from exc
+            if self._job.is_to_blame(i, self.url):
+                if self._was_wrong:
+                    raise TransferRefused(f"{self.url}: {exc}") from exc
+                self._was_wrong = True
+            raise TransferError(f"{self.url}: {exc}") from exc
+        if is_held:
+            self._job.is_held(i)
+
+    async def left(self, span: Span) -> tuple[Sequence[int], Mapping[int, int]]:
+        m = self._m
+        try:
+            for i in self._job.alone.intersection(span.pieces()):
+                await asyncio.to_thread(m.store.drop_open, m.ref, i)
+                self._job.brought_by.pop(i, None)
+            status = await asyncio.to_thread(m.store.status, m.ref)
+        except BlobError:
+            return span.pieces(), {}
+        for i in status.held:
+            m.missing.moved(i)
+        return [i for i in span.pieces() if i not in status.held], status.open_offsets
 
 
 @contextmanager
@@ -300,22 +428,3 @@ def _own_store() -> Iterator[None]:
         yield
     except BlobError as exc:
         raise TransferError(str(exc)) from exc
-
-
-async def _in_streams(pieces: list[int], move_piece: Callable[[int], Awaitable[None]]) -> None:
-    """Move pieces, STREAMS at a time. The first failure ends all and is raised as it was."""
-    rest = iter(pieces)
-
-    async def stream() -> None:
-        for i in rest:
-            await move_piece(i)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(STREAMS, len(pieces))):
-                group.create_task(stream())
-    except BaseExceptionGroup as failures:
-        first = min(failures.exceptions, key=lambda exc: not isinstance(exc, TransferRefused))
-    else:
-        return
-    raise first

@@ -7,7 +7,13 @@ import sys
 from typing import Any
 
 HOMES: dict[str, tuple[str, ...]] = {
-    "aiohttp": ("runtime/http.py", "runtime/control.py", "runtime/session.py"),
+    "aiohttp": (
+        "runtime/answers.py",
+        "runtime/blobs.py",
+        "runtime/control.py",
+        "runtime/http.py",
+        "runtime/session.py",
+    ),
     "annotated_types": ("config/mistakes.py",),
     "blake3": ("numerics/", "runtime/"),
     "cryptography": ("runtime/identity.py",),

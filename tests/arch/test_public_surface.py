@@ -28,7 +28,10 @@ PUBLIC_NAMES = [
     "model_factory",
 ]
 
-PEER_FLAGS = ["--announce", "--bootstrap", "--config", "--dht-host", "--dht-port", "--host", "--log-level", "--port"]
+PEER_FLAGS = [
+    *("--announce", "--bootstrap", "--config", "--dht-host", "--dht-port", "--host", "--log-level", "--port"),
+    *("--congestion", "--max-down", "--max-up", "--mirror", "--quota"),
+]
 COMMANDS: dict[str, list[str]] = {
     "demo": ["--chaos", "--json", "--learners", "--minutes", "--plain", "--run-dir"],
     "bootstrap": ["--announce", "--host", "--json", "--port", "--state-dir"],

@@ -314,6 +314,27 @@ def test_status_prints_no_control_character_that_a_peer_sent() -> None:
     assert "\x1b" not in status_text(STATUS)
 
 
+def test_status_names_limits_and_what_each_transfer_is_doing() -> None:
+    moving = {
+        "what": "blob 12ab\x1b",
+        "direction": "down",
+        "with": ["http://192.0.2.1:31340"],
+        "bytes": 12_000_000,
+        "bytes_total": 100_000_000,
+        "bytes_per_s": 1_250_000,
+        "left_s": 70.4,
+        "resumed": 2,
+    }
+    limits = {"max_up": 1_250_000, "quota": 50 * 10**9, "quota_used": 5 * 10**8}
+    bulk = {"limits": limits, "transfers": [moving, moving | {"left_s": None, "resumed": 0}], "mirror": "used up"}
+    lines = status_text(STATUS | bulk).splitlines()[-3:]
+    assert lines == [
+        "limits: max up 10 Mbit/s, 0.50 of 50 GB used today, no mirror: used up",
+        "  down blob 12ab?: 12.0 of 100.0 MB, 10.00 Mbit/s, 70 s left, with http://192.0.2.1:31340, resumed 2 times",
+        "  down blob 12ab?: 12.0 of 100.0 MB, 10.00 Mbit/s, stands still, with http://192.0.2.1:31340",
+    ]
+
+
 def test_status_of_a_run_without_learners_or_measurements_is_readable() -> None:
     text = status_text(STATUS | {"learners": [], "heldout": [], "rounds": [], "waiting": [], "finished": True})
     assert "no learners yet" in text

@@ -36,6 +36,7 @@ from geo_diloco.protocol.messages import (
     Record,
     Snapshot,
 )
+from geo_diloco.runtime.bulk import Bulk, Lanes
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
@@ -184,6 +185,7 @@ class RememberingPort:
     entries_heard: list[Signed] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     admits: Callable[[str, str, PeerId], bool] = lambda proof, nonce, peer: True
+    no_mirror: str = ""
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def signed_entries(self, from_seq: int, limit: int) -> list[Signed]:
@@ -201,6 +203,9 @@ class RememberingPort:
     @property
     def owner(self) -> PeerId:
         return self.runs_owner
+
+    def why_no_mirror(self) -> str:
+        return self.no_mirror
 
     def order(self, order: Order) -> str:
         self.orders.append(order)
@@ -249,17 +254,23 @@ class Served:
     identity: Identity
     store: BlobStore
     url: str
-    session: Session
+    bulk: Bulk
+
+    @property
+    def session(self) -> Session:
+        return self.bulk.session
 
 
 @asynccontextmanager
-async def served(store: BlobStore, port: RememberingPort | None = None) -> AsyncIterator[Served]:
+async def served(
+    store: BlobStore, port: RememberingPort | None = None, *, lanes: Lanes | None = None
+) -> AsyncIterator[Served]:
     port = port or RememberingPort()
     identity = Identity.generate()
-    server = HttpServer(port, identity, store)
+    server = HttpServer(port, identity, store, lanes=lanes)
     number = await server.start("127.0.0.1", 0)
     try:
         async with make_session() as session:
-            yield Served(port, server, identity, store, f"http://127.0.0.1:{number}", session)
+            yield Served(port, server, identity, store, f"http://127.0.0.1:{number}", Bulk(session))
     finally:
         await server.stop()

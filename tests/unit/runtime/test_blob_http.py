@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from geo_diloco.errors import ConfigError, RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import Digest, RunId
-from geo_diloco.runtime import http
+from geo_diloco.runtime import answers, http
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.pieces import BlobStatus, headers_from_status
@@ -368,7 +368,7 @@ def test_a_full_disk_is_said_and_the_peer_lives_on(tmp_path: Path, monkeypatch: 
 
 
 def test_a_body_that_stands_still_is_given_up_without_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "STALL_S", 0.05)
+    monkeypatch.setattr(answers, "STALL_S", 0.05)
 
     async def talk(it: Served) -> None:
         it.port.announce(SMALL_REF)

@@ -11,7 +11,7 @@ import pytest
 
 from geo_diloco.errors import TransferError
 from geo_diloco.protocol.messages import Goodbye
-from geo_diloco.runtime import http
+from geo_diloco.runtime import answers, http
 from geo_diloco.runtime.control import connect_control
 from geo_diloco.runtime.door import CONNECTIONS_MAX, CONNECTIONS_MIN, Allowance, connections_max
 from geo_diloco.runtime.identity import Identity
@@ -83,7 +83,7 @@ def test_a_connection_without_a_request_ends(tmp_path: Path, monkeypatch: pytest
 
 
 def test_whoever_does_not_read_his_answer_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "STALL_S", 0.2)
+    monkeypatch.setattr(answers, "STALL_S", 0.2)
 
     async def talk(it: Served) -> None:
         reader, writer = await dial(it)

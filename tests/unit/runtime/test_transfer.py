@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,11 @@ import pytest
 from geo_diloco.errors import TransferError
 from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
-from geo_diloco.runtime import transfer
+from geo_diloco.runtime import flow, transfer
 from geo_diloco.runtime.disk import StoreFullError
-from geo_diloco.runtime.session import ByteCounters, Deadline, TransferRefused, asking
-from geo_diloco.runtime.store import PIECE_BYTES, BlobStore, blob_ref, piece_digests
-from geo_diloco.runtime.transfer import fetch_blob, upload_blob
+from geo_diloco.runtime.session import Deadline, TransferRefused, asking
+from geo_diloco.runtime.store import PIECE_BYTES, BlobStatus, BlobStore, blob_ref, piece_digests
+from geo_diloco.runtime.transfer import NobodyLeftError, Source, fetch_blob, upload_blob
 
 from .samples import Served, bytes_of, served
 
@@ -26,7 +26,7 @@ SMALL_REF = blob_ref(SMALL)
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(flow, "BACKOFF_S", 0.001)
 
 
 @pytest.fixture
@@ -74,22 +74,29 @@ async def relay(it: Served, rest: list[int]) -> AsyncIterator[str]:
     await it.session.close()
 
 
+@contextmanager
+def refused(match: str) -> Iterator[None]:
+    """A fetch fails because every donor refuses for good."""
+    with pytest.raises(NobodyLeftError, match=match) as caught:
+        yield
+    assert caught.value.is_final
+
+
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 1000])
 def test_a_blob_goes_up_and_comes_down_again(tmp_path: Path, mine: BlobStore, size: int) -> None:
     data = bytes_of(size)
     ref = mine.put(data)
     other = BlobStore(tmp_path / "other")
-    counters = ByteCounters()
 
     async def talk(it: Served) -> None:
         it.port.announce(ref)
-        assert await upload_blob(it.session, it.url, ref, mine, counters=counters) > 0 or size == 0
+        assert await upload_blob(it.bulk, it.url, ref, mine) > 0 or size == 0
         assert set(it.port.arrived) == {ref}
         assert it.store.get(ref) == data
-        assert await fetch_blob(it.session, it.url, ref, other, counters=counters) > 0 or size == 0
+        assert await fetch_blob(it.bulk, [Source(it.url)], ref, other) > 0 or size == 0
         assert other.get(ref) == data
 
-    with_server(tmp_path, talk)
+    counters = with_server(tmp_path, talk).bulk.counters
     index = 32 * len(piece_digests(data)) if size > PIECE_BYTES else 0
     assert (counters.bulk_out, counters.bulk_in) == (size + index, size)
 
@@ -106,7 +113,7 @@ def test_one_small_blob_is_one_request(tmp_path: Path, mine: BlobStore, monkeypa
             return SMALL_REF
 
         monkeypatch.setattr(it.port, "accepts", accepts)
-        await upload_blob(it.session, it.url, SMALL_REF, mine)
+        await upload_blob(it.bulk, it.url, SMALL_REF, mine)
         assert asked == [SMALL_REF.digest]
 
     with_server(tmp_path, talk)
@@ -118,9 +125,9 @@ def test_what_is_complete_is_not_moved_again(tmp_path: Path, mine: BlobStore) ->
     async def talk(it: Served) -> None:
         it.store.put(BIG)
         it.port.announce(BIG_REF)
-        await upload_blob(it.session, it.url, BIG_REF, mine)
+        await upload_blob(it.bulk, it.url, BIG_REF, mine)
         await it.server.stop()
-        await fetch_blob(it.session, it.url, BIG_REF, mine)
+        await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
 
     assert with_server(tmp_path, talk).server.counters.bulk_in == 0
 
@@ -134,7 +141,7 @@ def test_an_upload_resumes_where_the_connection_broke(tmp_path: Path, mine: Blob
     async def talk(it: Served) -> None:
         it.port.announce(BIG_REF)
         async with relay(it, [500_000, 700_000, 1_300_000, 200_000, 900_000, 100_000, 1_500_000]) as url:
-            await upload_blob(it.session, url, BIG_REF, mine)
+            await upload_blob(it.bulk, url, BIG_REF, mine)
         assert it.store.get(BIG_REF) == BIG
 
     it = with_server(tmp_path, talk)
@@ -142,15 +149,13 @@ def test_an_upload_resumes_where_the_connection_broke(tmp_path: Path, mine: Blob
 
 
 def test_a_fetch_resumes_where_the_connection_broke(tmp_path: Path, mine: BlobStore) -> None:
-    counters = ByteCounters()
-
     async def talk(it: Served) -> None:
         it.store.put(BIG)
         async with relay(it, [500_000, 700_000, 1_300_000, 200_000, 900_000, 100_000, 1_500_000]) as url:
-            await fetch_blob(it.session, url, BIG_REF, mine, counters=counters)
+            await fetch_blob(it.bulk, [Source(url)], BIG_REF, mine)
         assert mine.get(BIG_REF) == BIG
 
-    with_server(tmp_path, talk)
+    counters = with_server(tmp_path, talk).bulk.counters
     assert counters.bulk_in < len(BIG) + PIECE_BYTES  # a chunk on its way to the store may be asked for again
 
 
@@ -163,7 +168,7 @@ def test_a_transfer_goes_on_after_a_restart_of_either_side(tmp_path: Path, mine:
 
     async def talk(it: Served) -> None:
         it.port.announce(BIG_REF)
-        await upload_blob(it.session, it.url, BIG_REF, mine)
+        await upload_blob(it.bulk, it.url, BIG_REF, mine)
         assert it.store.get(BIG_REF) == BIG
 
     assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG) - 2 * PIECE_BYTES
@@ -177,10 +182,10 @@ def test_without_progress_it_gives_up_and_may_be_tried_again(tmp_path: Path, min
         budgets = [10] * 100
         async with relay(it, budgets) as url:
             with pytest.raises(TransferError) as caught:
-                await upload_blob(it.session, url, SMALL_REF, mine)
+                await upload_blob(it.bulk, url, SMALL_REF, mine)
             assert not isinstance(caught.value, TransferRefused)
             budgets.clear()
-            await upload_blob(it.session, url, SMALL_REF, mine)
+            await upload_blob(it.bulk, url, SMALL_REF, mine)
         assert it.store.get(SMALL_REF) == SMALL
 
     with_server(tmp_path, talk)
@@ -202,14 +207,14 @@ def test_a_cancelled_fetch_keeps_what_it_has(tmp_path: Path, mine: BlobStore, mo
         loop = asyncio.get_running_loop()
         with monkeypatch.context() as patch:
             patch.setattr(mine, "append_piece", stop_after)
-            task = asyncio.create_task(fetch_blob(it.session, it.url, BIG_REF, mine))
+            task = asyncio.create_task(fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine))
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert not mine.has(BIG_REF)
-        counters = ByteCounters()
-        await fetch_blob(it.session, it.url, BIG_REF, mine, counters=counters)
+        before = it.bulk.counters.bulk_in
+        await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
         assert mine.get(BIG_REF) == BIG
-        assert counters.bulk_in < len(BIG) - PIECE_BYTES
+        assert it.bulk.counters.bulk_in - before < len(BIG) - PIECE_BYTES
 
     with_server(tmp_path, talk)
 
@@ -217,7 +222,7 @@ def test_a_cancelled_fetch_keeps_what_it_has(tmp_path: Path, mine: BlobStore, mo
 def test_two_fetches_of_one_blob_do_no_harm(tmp_path: Path, mine: BlobStore) -> None:
     async def talk(it: Served) -> None:
         it.store.put(BIG)
-        await asyncio.gather(*(fetch_blob(it.session, it.url, BIG_REF, mine) for _ in range(3)))
+        await asyncio.gather(*(fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine) for _ in range(3)))
         assert mine.get(BIG_REF) == BIG
 
     with_server(tmp_path, talk)
@@ -240,7 +245,7 @@ def test_an_upload_waits_until_its_announcement_is_heard(
             return SMALL_REF if asked > 3 else None
 
         monkeypatch.setattr(it.port, "accepts", accepts)
-        await upload_blob(it.session, it.url, SMALL_REF, mine)
+        await upload_blob(it.bulk, it.url, SMALL_REF, mine)
         assert it.store.get(SMALL_REF) == SMALL
 
     with_server(tmp_path, talk)
@@ -254,7 +259,7 @@ def test_an_upload_that_is_never_announced_is_refused_for_good(
 
     async def talk(it: Served) -> None:
         with pytest.raises(TransferRefused, match="404"):
-            await upload_blob(it.session, it.url, SMALL_REF, mine)
+            await upload_blob(it.bulk, it.url, SMALL_REF, mine)
 
     with_server(tmp_path, talk)
 
@@ -265,8 +270,8 @@ def test_an_upload_that_is_never_announced_is_refused_for_good(
 def test_a_blob_that_the_donor_lacks_is_refused_at_once(tmp_path: Path, mine: BlobStore) -> None:
     async def talk(it: Served) -> None:
         for ref in (SMALL_REF, BIG_REF):
-            with pytest.raises(TransferRefused, match="404"):
-                await fetch_blob(it.session, it.url, ref, mine)
+            with refused("404"):
+                await fetch_blob(it.bulk, [Source(it.url)], ref, mine)
 
     with_server(tmp_path, talk)
 
@@ -288,11 +293,11 @@ def test_a_donor_that_sends_wrong_bytes_once_is_asked_again_and_twice_is_refused
 
         monkeypatch.setattr(it.store, "read_piece", lying)
         lies_max = 2
-        with pytest.raises(TransferRefused, match="wrong digest"):
-            await fetch_blob(it.session, it.url, BIG_REF, mine)
+        with refused("wrong digest"):
+            await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
         assert not mine.has(BIG_REF)
         lies, lies_max = 0, 1
-        await fetch_blob(it.session, it.url, BIG_REF, mine)
+        await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
         assert mine.get(BIG_REF) == BIG
 
     with_server(tmp_path, talk)
@@ -307,14 +312,16 @@ def test_a_donor_with_a_wrong_index_or_a_wrong_length_is_refused(
         for wrong in (index[::-1], index[:-1], b""):
             with monkeypatch.context() as patch:
                 patch.setattr(it.store, "index", lambda ref, wrong=wrong: wrong)
-                with pytest.raises(TransferRefused, match="index"):
-                    await fetch_blob(it.session, it.url, BIG_REF, mine)
+                with refused("index"):
+                    await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
         for wrong in (SMALL[:-1], SMALL + b"x", b""):
             with monkeypatch.context() as patch:
-                patch.setattr(it.store, "find", lambda digest: SMALL_REF)
+                claimed = BlobRef(SMALL_REF.digest, len(wrong))
+                patch.setattr(it.store, "find", lambda digest, claimed=claimed: claimed)
+                patch.setattr(it.store, "status", lambda ref: BlobStatus(True, True, frozenset({0}), {}))
                 patch.setattr(it.store, "read_piece", lambda ref, i, wrong=wrong: wrong)
-                with pytest.raises(TransferRefused, match="wanted 12"):
-                    await fetch_blob(it.session, it.url, SMALL_REF, mine)
+                with refused("wanted 12|piece 0 of|pieces 0 to 0"):
+                    await fetch_blob(it.bulk, [Source(it.url)], SMALL_REF, mine)
 
     with_server(tmp_path, talk)
 
@@ -336,7 +343,7 @@ def test_a_donor_that_sends_too_much_without_saying_so_is_cut_short(tmp_path: Pa
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             for ref in (SMALL_REF, BIG_REF):
                 with pytest.raises(TransferError):
-                    await fetch_blob(it.session, url, ref, mine)
+                    await fetch_blob(it.bulk, [Source(url)], ref, mine)
             await it.session.close()
 
     with_server(tmp_path, talk)
@@ -361,7 +368,7 @@ def test_bytes_spoiled_on_the_way_up_are_sent_again(
             return data
 
         monkeypatch.setattr(mine, "read_piece", spoiling)
-        await upload_blob(it.session, it.url, BIG_REF, mine)
+        await upload_blob(it.bulk, it.url, BIG_REF, mine)
         assert it.store.get(BIG_REF) == BIG
         assert spoiled
 
@@ -372,11 +379,11 @@ def test_what_we_dont_hold_or_hold_damaged_is_never_sent(tmp_path: Path, mine: B
     async def talk(it: Served) -> None:
         it.port.announce(SMALL_REF)
         with pytest.raises(TransferRefused, match="not held"):
-            await upload_blob(it.session, it.url, SMALL_REF, mine)
+            await upload_blob(it.bulk, it.url, SMALL_REF, mine)
         mine.put(SMALL)
         (tmp_path / "mine" / SMALL_REF.digest).write_bytes(SMALL[::-1])
         with pytest.raises(TransferRefused, match="damaged"):
-            await upload_blob(it.session, it.url, SMALL_REF, mine)
+            await upload_blob(it.bulk, it.url, SMALL_REF, mine)
 
     assert with_server(tmp_path, talk).server.counters.bulk_in == 0
 
@@ -391,16 +398,16 @@ def test_a_full_disk_on_either_side_may_pass(tmp_path: Path, mine: BlobStore, mo
         with monkeypatch.context() as patch:
             patch.setattr(it.store, "_check_space", full)
             with pytest.raises(TransferError, match="disk full") as caught:
-                await upload_blob(it.session, it.url, BIG_REF, mine)
+                await upload_blob(it.bulk, it.url, BIG_REF, mine)
             assert not isinstance(caught.value, TransferRefused)
-        await upload_blob(it.session, it.url, BIG_REF, mine)
+        await upload_blob(it.bulk, it.url, BIG_REF, mine)
         mine.delete(BIG_REF)
         with monkeypatch.context() as patch:
             patch.setattr(mine, "_check_space", full)
             with pytest.raises(TransferError, match="disk full") as caught:
-                await fetch_blob(it.session, it.url, BIG_REF, mine)
+                await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
             assert not isinstance(caught.value, TransferRefused)
-        await fetch_blob(it.session, it.url, BIG_REF, mine)
+        await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
 
     with_server(tmp_path, talk)
 
@@ -408,7 +415,7 @@ def test_a_full_disk_on_either_side_may_pass(tmp_path: Path, mine: BlobStore, mo
 def test_a_claimed_size_beyond_all_measure_is_refused_without_asking(mine: BlobStore) -> None:
     async def run() -> None:
         with pytest.raises(TransferRefused, match="at most"):
-            await fetch_blob(None, "http://x", BlobRef(SMALL_REF.digest, 1 << 50), mine)  # type: ignore[arg-type]
+            await fetch_blob(None, [], BlobRef(SMALL_REF.digest, 1 << 50), mine)  # type: ignore[arg-type]
 
     asyncio.run(run())
 
@@ -428,9 +435,9 @@ def test_a_transfer_that_stands_still_is_given_up(tmp_path: Path, mine: BlobStor
         async with listening:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             with pytest.raises(TransferError, match="no progress"):
-                await upload_blob(it.session, url, BIG_REF, mine, stall_s=0.02)
+                await upload_blob(it.bulk, url, BIG_REF, mine, stall_s=0.02)
             with pytest.raises(TransferError, match="no progress"):
-                await fetch_blob(it.session, url, SMALL_REF, mine, stall_s=0.02)
+                await fetch_blob(it.bulk, [Source(url)], SMALL_REF, mine, stall_s=0.02)
             await it.session.close()
             for writer in silent:
                 writer.transport.abort()

@@ -1,9 +1,9 @@
-"""Who is asked for what: the syncer first, then whoever the chain or the directory names."""
+"""Who is asked for what: mirrors, which the chain or the directory names, and the syncer as their reserve."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from geo_diloco.errors import TransferError
 from geo_diloco.manifest import PeerId
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import donor as donor_module
-from geo_diloco.runtime.donor import KNOWN_MAX, Donors
-from geo_diloco.runtime.session import ByteCounters, TransferRefused
+from geo_diloco.runtime.bulk import Bulk
+from geo_diloco.runtime.donor import HEAD_START_S, KNOWN_MAX, MIRRORS_AT_ONCE, PATIENCE_S, Donors
+from geo_diloco.runtime.routes import IN_VAIN_MAX
+from geo_diloco.runtime.session import TransferRefused
 from geo_diloco.runtime.store import BlobStore, blob_ref
+from geo_diloco.runtime.transfer import NobodyLeftError, Source
 
 ME, ANN, BOB = (PeerId(letter * 64) for letter in "abc")
 DATA = b"an update"
@@ -23,26 +26,37 @@ REF = blob_ref(DATA)
 
 
 class Net:
-    """Answers each URL by its script."""
+    """Answers each URL by its script, those first that are asked without a delay."""
 
     def __init__(self, answers: dict[str, Exception | None]) -> None:
         self.answers = answers
         self.asked: list[str] = []
+        self.sources: list[Source] = []
 
-    async def fetch(self, session: Any, url: str, ref: BlobRef, store: BlobStore, **more: Any) -> int:
-        self.asked.append(url.removeprefix("http://"))
-        answer = self.answers[self.asked[-1]]
-        if answer is not None:
-            raise answer
-        store.put(DATA)
-        return 0
+    async def fetch(self, bulk: Bulk, sources: Sequence[Source], ref: BlobRef, store: BlobStore) -> int:
+        self.sources = list(sources)
+        failures: dict[str, TransferError] = {}
+        for source in sorted(sources, key=lambda source: source.delay_s):
+            self.asked.append(source.url.removeprefix("http://"))
+            answer = self.answers[self.asked[-1]]
+            if answer is None:
+                store.put(DATA)
+                return 0
+            assert isinstance(answer, TransferError)
+            failures[source.url] = answer
+        raise NobodyLeftError(failures)
 
 
 Talk = Callable[[Donors, Net, BlobStore], Awaitable[None]]
 
 
 def with_donors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Exception | None], talk: Talk
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: dict[str, Exception | None],
+    talk: Talk,
+    *,
+    is_mirror: bool = False,
 ) -> None:
     net = Net(answers)
     monkeypatch.setattr(donor_module, "fetch_blob", net.fetch)
@@ -50,7 +64,7 @@ def with_donors(
     async def scenario() -> None:
         store = BlobStore(tmp_path)
         session: Any = None
-        donors = Donors(session, store, own=ME, counters=ByteCounters())
+        donors = Donors(Bulk(session), store, own=ME, is_mirror=is_mirror)
         donors.roster_addresses = lambda: [(ME, "me:1"), (ANN, "ann:1"), (BOB, "bob:1"), (BOB, "no address")]
         async with asyncio.timeout(10):
             await talk(donors, net, store)
@@ -61,24 +75,75 @@ def with_donors(
 GONE, NO = TransferError("gone"), TransferRefused("no such blob")
 
 
-def test_the_syncer_is_asked_first_and_that_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_can_be_reached_asks_the_syncer_first_because_others_wait_for_him(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def talk(donors: Donors, net: Net, store: BlobStore) -> None:
         donors.found_at("http://bob:1")
-        await donors.blob(REF)
         await donors.blob(REF)
         assert net.asked == ["bob:1"] and store.has(REF)
 
-    with_donors(tmp_path, monkeypatch, {"bob:1": None}, talk)
+    with_donors(tmp_path, monkeypatch, {"bob:1": None}, talk, is_mirror=True)
 
 
-@pytest.mark.parametrize("syncer", [GONE, NO])
-def test_what_it_can_not_give_others_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syncer: Exception) -> None:
+def test_a_learner_asks_mirrors_first_and_the_syncer_is_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def talk(donors: Donors, net: Net, store: BlobStore) -> None:
         donors.found_at("http://bob:1")
         await donors.blob(REF)
-        assert net.asked == ["bob:1", "ann:1"]
+        assert net.asked == ["ann:1"]
+        assert net.sources == [
+            Source("http://ann:1", patience_s=PATIENCE_S),
+            Source("http://bob:1", delay_s=HEAD_START_S),
+        ]
 
-    with_donors(tmp_path, monkeypatch, {"bob:1": syncer, "ann:1": None}, talk)
+    with_donors(tmp_path, monkeypatch, {"ann:1": None}, talk)
+
+
+@pytest.mark.parametrize("why", ["it was waited for in vain", "it rests"])
+def test_a_mirror_that_was_of_no_use_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    async def talk(donors: Donors, net: Net, store: BlobStore) -> None:
+        donors.found_at("http://bob:1")
+        if why == "it rests":
+            donors._bulk.routes.failed("http://ann:1")
+        else:
+            donors._bulk.routes.to("http://ann:1").waited_in_vain = IN_VAIN_MAX
+        await donors.blob(REF)
+        assert net.sources == [Source("http://ann:1"), Source("http://bob:1")]
+
+    with_donors(tmp_path, monkeypatch, {"ann:1": None}, talk)
+
+
+def test_no_more_mirrors_than_are_of_use_are_asked_at_once_and_not_all_learners_ask_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrors = [f"mirror{n}:1" for n in range(10)]
+    first: set[str] = set()
+
+    async def talk(donors: Donors, net: Net, store: BlobStore) -> None:
+        donors.directory_addresses = lambda: [(PeerId(f"{n:064x}"), address) for n, address in enumerate(mirrors)]
+        donors.roster_addresses = lambda: []
+        donors.found_at("http://bob:1")
+        for _ in range(50):
+            await donors.blob(REF)
+            assert len(net.sources) == MIRRORS_AT_ONCE + 1
+            first.add(net.sources[0].url)
+        assert len(first) > 5
+
+    with_donors(tmp_path, monkeypatch, dict.fromkeys([*mirrors, "bob:1"], None), talk)
+
+
+@pytest.mark.parametrize("ann", [GONE, NO])
+def test_what_a_mirror_can_not_give_the_syncer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ann: Exception
+) -> None:
+    async def talk(donors: Donors, net: Net, store: BlobStore) -> None:
+        donors.found_at("http://bob:1")
+        await donors.blob(REF)
+        assert net.asked == ["ann:1", "bob:1"]
+
+    with_donors(tmp_path, monkeypatch, {"ann:1": ann, "bob:1": None}, talk)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +157,7 @@ def test_only_the_syncers_word_makes_it_lost(
         donors.found_at("http://bob:1")
         with pytest.raises(TransferError) as caught:
             await donors.blob(REF)
-        assert type(caught.value) is raised
+        assert isinstance(caught.value, TransferRefused) is (raised is TransferRefused)
 
     with_donors(tmp_path, monkeypatch, {"ann:1": ann, "bob:1": bob}, talk)
 
@@ -105,7 +170,7 @@ def test_without_a_syncer_others_are_asked_and_never_make_it_lost(
         donors.lost()
         with pytest.raises(TransferError) as caught:
             await donors.blob(REF)
-        assert type(caught.value) is TransferError and net.asked == ["ann:1", "bob:1"]
+        assert not isinstance(caught.value, TransferRefused) and sorted(net.asked) == ["ann:1", "bob:1"]
         donors.roster_addresses = lambda: []
         waiting = asyncio.ensure_future(donors.blob(REF))
         await asyncio.sleep(0.05)
