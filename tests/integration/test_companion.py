@@ -46,7 +46,7 @@ class AccompaniedRun(ElectedRun):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[AccompaniedRun]:
-    made = AccompaniedRun(tmp_path, num_commits=60)
+    made = AccompaniedRun(tmp_path, num_commits=10_000)  # until it is ended
     yield made
     made.close()
 

@@ -16,9 +16,9 @@ import pytest
 from geo_diloco.config import PeerConfig
 from geo_diloco.manifest import ModelSpec, RunManifest, StopSpec, SyncSpec
 from geo_diloco.node import Founder, export, fetch_status, reachable, replay
-from geo_diloco.node.offline import read_entries
 from geo_diloco.protocol.messages import Commit
 from geo_diloco.runtime import snapshots
+from geo_diloco.runtime.chain import read_entries
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.training.presets import demo_manifest
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from geo_diloco.cli.bench_failover import measure_failover
 from geo_diloco.cli.bench_gaps import (
     Change,
     CommitTimes,
@@ -21,7 +22,7 @@ from geo_diloco.cli.bench_gaps import (
     step_figures,
 )
 from geo_diloco.cli.bench_steps import StepCall, WaitWatch, read_steps
-from geo_diloco.errors import GeoDilocoError
+from geo_diloco.errors import ConfigError, GeoDilocoError
 from geo_diloco.protocol.messages import Commit, Found
 from tests.support.chains import FOUNDER_SEAT, ChainBuilder
 
@@ -95,6 +96,12 @@ def test_chains_are_one_if_one_goes_on_where_the_other_ends() -> None:
     _, commits = two_commits()
     assert is_one_chain(commits[:1], commits) and is_one_chain(commits, commits)
     assert not is_one_chain(commits[1:], commits)
+
+
+def test_a_folder_that_is_there_already_is_not_written_into(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--keep .*exists"):
+        measure_failover(num_kills=1, num_handovers=0, keep=tmp_path, say=print)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- steps
