@@ -26,6 +26,9 @@ RATE = 2_000_000.0
 
 def test_a_link_is_read_and_a_mistake_is_one_line() -> None:
     assert Link.parse("10mbit,200ms") == Link(bytes_per_s=1_250_000, round_trip_s=0.2)
+    assert Link.parse("10mbit,200ms", cap="9mbit").cap == 1_125_000
+    with pytest.raises(ConfigError, match="--cap: 'quick' is not a rate"):
+        Link.parse("10mbit,200ms", cap="quick")
     for text in ("10mbit", "10mbit,200", "fast,200ms", "10mbit,-1ms", "10mbit,1e9ms", "10mbit,xms", ""):
         with pytest.raises(ConfigError, match=r"--relay .*; write RATE,RTT, such as 100mbit,100ms") as caught:
             Link.parse(text)
@@ -114,6 +117,15 @@ def test_the_benchmark_fills_no_more_than_the_link_and_counts_what_came_twice() 
         assert row["control_rtt_p99_ms"] >= row["control_rtt_p50_ms"] >= 20.0
         assert row["cuts"] == 2 and row["congestion"] == "system"
     json.dumps(result)
+
+
+def test_bulk_that_is_held_below_the_link_leaves_its_queue_empty() -> None:
+    link = Link(bytes_per_s=4_000_000, round_trip_s=0.02, cap=2_000_000)
+    result = measure_relayed(link, size=2_000_000, cuts=0, congestion=["system"], say=lambda line: None)
+    assert result["cap_mbit_per_s"] == 16.0
+    for row in result["rows"]:
+        assert row["rate_share"] < 0.55
+        assert row["control_rtt_p50_ms"] < 20.0 + 60.0, "with a full queue it is 120 ms"
 
 
 def test_another_peers_snapshot_is_fetched_and_the_rate_reported(tmp_path: Path) -> None:
