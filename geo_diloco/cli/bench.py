@@ -100,6 +100,7 @@ def transfer(
         str, typer.Option(help="The link that a relay on this machine makes: RATE,RTT.", metavar="RATE,RTT")
     ] = "100mbit,100ms",
     to: Annotated[str, typer.Option(help="Instead: HOST:PORT of a peer, whose snapshot is fetched.")] = "",
+    cap: Annotated[str, typer.Option(help="Hold the sender's bulk below that, as --max-up does.", metavar="RATE")] = "",
     size_mb: Annotated[int, typer.Option(min=1, max=10_000, help="Size of the blob, in million bytes.")] = 100,
     cuts: Annotated[int, typer.Option(min=0, max=100, help="How often the link is cut in the second transfer.")] = 3,
     congestion: Annotated[
@@ -115,7 +116,7 @@ def transfer(
     if to:
         result = measure_peer(to, congestion=controls[0], say=typer.echo)
     else:
-        link = Link.parse(relay)
+        link = Link.parse(relay, cap=cap)
         result = measure_relayed(link, size=size_mb * 10**6, cuts=cuts, congestion=controls, say=typer.echo)
     _print(result, as_json=as_json)
 

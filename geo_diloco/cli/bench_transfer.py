@@ -27,6 +27,7 @@ from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, fetch_snapshot, make_session, read_small
+from geo_diloco.runtime.shaping import Shaper
 from geo_diloco.runtime.store import BlobStore, blob_ref
 from geo_diloco.runtime.transfer import Source, fetch_blob, upload_blob
 from geo_diloco.runtime.wire import Order, Signed, open_snapshot, url_from_address
@@ -42,10 +43,16 @@ class Link:
 
     bytes_per_s: float
     round_trip_s: float
+    cap: int = 0
+    """What the sending side holds its bulk below, in bytes per second; 0 for no limit."""
 
     @classmethod
-    def parse(cls, text: str) -> Link:
+    def parse(cls, text: str, *, cap: str = "") -> Link:
         """`RATE,RTT`, such as `100mbit,100ms`. Raises ConfigError."""
+        try:
+            held_below = bytes_per_s(cap)
+        except ValueError as exc:
+            raise ConfigError(f"--cap: {exc}") from exc
         rate, comma, round_trip = text.partition(",")
         try:
             if not comma or not round_trip.strip().endswith("ms"):
@@ -53,7 +60,7 @@ class Link:
             wait_s = float(round_trip.strip().removesuffix("ms")) / 1000
             if not 0.0 <= wait_s <= 10.0:
                 raise ValueError("a round trip of at most 10000ms is wanted")
-            return cls(bytes_per_s=bytes_per_s(rate), round_trip_s=wait_s)
+            return cls(bytes_per_s=bytes_per_s(rate), round_trip_s=wait_s, cap=held_below)
         except ValueError as exc:
             raise ConfigError(f"--relay {text[:60]!r}: {exc}; write RATE,RTT, such as 100mbit,100ms") from exc
 
@@ -115,7 +122,12 @@ def measure_relayed(link: Link, *, size: int, cuts: int, congestion: list[str], 
             row = asyncio.run(_row(link, size=size, cuts=cuts, congestion=name, direction=direction))
             say(_line(row))
             rows.append(row)
-    return {"link_mbit_per_s": link.bytes_per_s * 8 / 1e6, "link_rtt_ms": link.round_trip_s * 1000, "rows": rows}
+    return {
+        "link_mbit_per_s": link.bytes_per_s * 8 / 1e6,
+        "link_rtt_ms": link.round_trip_s * 1000,
+        "cap_mbit_per_s": link.cap * 8 / 1e6,
+        "rows": rows,
+    }
 
 
 def _check_known(congestion: list[str]) -> None:
@@ -204,7 +216,7 @@ async def _asked_meanwhile(session: Session, url: str, errand: Awaitable[None]) 
 
 @asynccontextmanager
 async def _ends(link: Link, congestion: str, size: int, direction: str) -> AsyncIterator[_Ends]:
-    lanes = Lanes(congestion=congestion)
+    lanes = Lanes(up=Shaper(link.cap), congestion=congestion)
     with tempfile.TemporaryDirectory(prefix="geo_diloco-bench-") as folder:
         mine, theirs = BlobStore(Path(folder) / "mine"), BlobStore(Path(folder) / "theirs")
         data = os.urandom(size)
@@ -212,7 +224,7 @@ async def _ends(link: Link, congestion: str, size: int, direction: str) -> Async
         ref = blob_ref(data)
         port.announced[ref.digest] = ref
         (mine if direction == "up" else theirs).put(data)
-        server = HttpServer(port, Identity.generate(), theirs, lanes=Lanes(congestion=congestion))
+        server = HttpServer(port, Identity.generate(), theirs, lanes=Lanes(up=Shaper(link.cap), congestion=congestion))
         number = await server.start("127.0.0.1", 0)
         relay = Relay(number, bytes_per_s=link.bytes_per_s, round_trip_s=link.round_trip_s)
         try:

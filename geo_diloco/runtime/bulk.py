@@ -14,10 +14,15 @@ from geo_diloco.runtime.quota import Quota
 from geo_diloco.runtime.routes import Routes
 from geo_diloco.runtime.session import ByteCounters, Session, make_session
 from geo_diloco.runtime.shaping import Shaper
+from geo_diloco.runtime.streams import STREAMS_MAX
 
-_RECEIVE_S = 0.1
-"""A limit on what comes in holds only if the kernel does not take in seconds of it beforehand."""
-_RECEIVE_BYTES_MIN = 32 << 10
+_RECEIVE_S = 0.02
+"""Of the limit, for each of a transfer's streams: a limit on what comes in holds only if the kernels of both sides
+together do not take in seconds of it beforehand."""
+_RECEIVE_BYTES_MIN = 64 << 10
+"""Less than a segment, which on loopback has 64 KiB, and the sender waits for its timer each time."""
+_AHEAD_S = 0.5
+"""What all streams of a transfer together may have in kernels, in seconds of the limit."""
 CONTROLS = {"auto": ("bbr",), "bbr": ("bbr",), "cubic": ("cubic",), "system": ()}
 """Congestion controls by what a person asks for. Where the kernel has none of them its own is used."""
 
@@ -41,6 +46,13 @@ class Lanes:
     def receive_bytes(self) -> int:
         """What a socket may hold of what we have not read yet; 0 leaves it to the kernel, where nothing is limited."""
         return 0 if self.down.is_open else max(_RECEIVE_BYTES_MIN, int(_RECEIVE_S * self.down.bytes_per_s))
+
+    @property
+    def fetching_streams_max(self) -> int:
+        """Of one transfer. A kernel grants twice what it is asked for."""
+        if self.down.is_open:
+            return STREAMS_MAX
+        return max(1, min(STREAMS_MAX, int(_AHEAD_S * self.down.bytes_per_s / (2 * self.receive_bytes))))
 
     def status(self) -> dict[str, Any]:
         """For `status`: limits that are set, and every transfer under way."""

@@ -132,16 +132,21 @@ class Donors:
         if not self._syncer and not self._others():
             await self._is_known.wait()
         syncer = self._syncer
-        try:
-            await fetch_blob(self._bulk, self._sources(), blob, self._store)
-        except NobodyLeftError as exc:
-            refusal = exc.failures.get(syncer)
-            if isinstance(refusal, TransferRefused):
-                raise refusal from exc
-            raise
+        failures: dict[str, TransferError] = {}
+        sources = self._sources() or [Source(url) for url in self._others()]
+        while sources:
+            try:
+                await fetch_blob(self._bulk, sources, blob, self._store)
+                return
+            except NobodyLeftError as exc:
+                failures |= {source.url: exc.failures.get(source.url, exc) for source in sources}
+            rest = [url for url in self._others() if url not in failures]
+            sources = [Source(url) for url in self._bulk.routes.ordered(rest)[:MIRRORS_AT_ONCE]]
+        refusal = failures.get(syncer)
+        raise refusal if isinstance(refusal, TransferRefused) else NobodyLeftError(failures)
 
     def _sources(self) -> list[Source]:
-        """Whom to ask for a blob, whom to wait for, and who is the reserve."""
+        """Whom to ask for a blob first, whom to wait for, and who is the reserve."""
         routes, syncer = self._bulk.routes, self._syncer
         others = routes.ordered(self._others(without=self.no_mirrors()))[:MIRRORS_AT_ONCE]
         if not syncer:

@@ -21,7 +21,7 @@ from geo_diloco.runtime.pieces import PIECE_BYTES
 from geo_diloco.runtime.routes import Route, Routes
 from geo_diloco.runtime.session import StallError, TransferRefused
 from geo_diloco.runtime.spans import Missing, Span
-from geo_diloco.runtime.streams import Climb, window_s
+from geo_diloco.runtime.streams import STREAMS_MAX, Climb, window_s
 
 FAILURES_MAX = 5
 """Tries in a row without progress over the only way there is."""
@@ -108,10 +108,12 @@ class _Seat:
 class Flow:
     """One transfer's. For the event loop's thread."""
 
-    def __init__(self, missing: Missing, blob_size: int, *, routes: Routes) -> None:
+    def __init__(self, missing: Missing, blob_size: int, *, routes: Routes, streams_max: int = STREAMS_MAX) -> None:
+        """`streams_max`: of each way, where that is limited from here."""
         self._missing = missing
         self._size = blob_size
         self._routes = routes
+        self._streams_max = streams_max
         self._seats: list[_Seat] = []
         self._is_known = False
         """Somebody has said what there is to do."""
@@ -262,10 +264,10 @@ class Flow:
 
     def _start_runs(self, seat: _Seat) -> bool:
         """As many as are of use; whether there are any."""
-        streams = min(seat.climb.streams, seat.route.streams_max())
+        most = min(self._streams_max, seat.route.streams_max())
+        streams = min(seat.climb.streams, most)
         now = time.monotonic()
         rate = max(seat.route.bytes_per_s, seat.moved / max(now - seat.began_at, 1.0)) / streams
-        most = seat.route.streams_max()
         if 0.0 < rate < PIECE_BYTES / LONG_PIECE_S and self._missing.num_free <= most - len(seat.runs):
             streams = most
         while (at_work := sum(not run.is_ending for run in seat.runs.values())) < streams and not seat.must_open:

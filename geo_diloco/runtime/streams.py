@@ -19,7 +19,7 @@ WINDOW_ROUND_TRIPS = 5
 GAIN = 1.10
 KEPT = 0.97
 """Fewer streams that carry this much of what more of them did are as good."""
-CHANGED = 0.6
+CHANGED = 0.7
 """A rate below this share of the one we knew, or above its inverse, is another link."""
 TRIAL_WINDOWS = 10
 """A trial costs a window of new connections getting going; with less than that many left it can't pay."""

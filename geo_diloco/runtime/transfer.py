@@ -43,6 +43,7 @@ from geo_diloco.runtime.session import (
 )
 from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.store import BlobStore
+from geo_diloco.runtime.streams import STREAMS_MAX
 
 ANNOUNCE_WAIT_S = 10.0
 """How long an upload waits for its announcement, sent on another connection, to be heard."""
@@ -59,7 +60,7 @@ class NobodyLeftError(TransferError):
     @property
     def is_final(self) -> bool:
         """All of them won't ever give it."""
-        return all(isinstance(failure, TransferRefused) for failure in self.failures.values())
+        return bool(self.failures) and all(isinstance(each, TransferRefused) for each in self.failures.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,9 @@ class _Move:
     async def run(self, ways: Sequence[tuple[Way, float]], direction: Direction, what: str) -> dict[str, TransferError]:
         board = self.bulk.lanes.board
         self.line: Line = board.begin(what or f"blob {self.ref.digest[:12]}", direction, self.ref.size, done=self.held)
-        self.flow = Flow(self.missing, self.ref.size, routes=self.bulk.routes)
+        lanes = self.bulk.lanes
+        streams_max = lanes.fetching_streams_max if direction == "down" else STREAMS_MAX
+        self.flow = Flow(self.missing, self.ref.size, routes=self.bulk.routes, streams_max=streams_max)
         try:
             return await self.flow.run(ways)
         finally:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from geo_diloco.cli.app import app
-from geo_diloco.cli.bench_transfer import Link, measure_relayed
+from geo_diloco.cli.bench_transfer import Link, measure_peer, measure_relayed
 from geo_diloco.cli.relay import PACKET_BYTES, Relay
 from geo_diloco.errors import ConfigError
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.store import BlobStore
+from geo_diloco.runtime.wire import seal_snapshot
+from tests.unit.runtime.samples import RememberingPort, bytes_of, served, snapshot
 
 RATE = 2_000_000.0
 
 
 def test_a_link_is_read_and_a_mistake_is_one_line() -> None:
     assert Link.parse("10mbit,200ms") == Link(bytes_per_s=1_250_000, round_trip_s=0.2)
+    assert Link.parse("10mbit,200ms", cap="9mbit").cap == 1_125_000
+    with pytest.raises(ConfigError, match="--cap: 'quick' is not a rate"):
+        Link.parse("10mbit,200ms", cap="quick")
     for text in ("10mbit", "10mbit,200", "fast,200ms", "10mbit,-1ms", "10mbit,1e9ms", "10mbit,xms", ""):
         with pytest.raises(ConfigError, match=r"--relay .*; write RATE,RTT, such as 100mbit,100ms") as caught:
             Link.parse(text)
@@ -107,6 +117,41 @@ def test_the_benchmark_fills_no_more_than_the_link_and_counts_what_came_twice() 
         assert row["control_rtt_p99_ms"] >= row["control_rtt_p50_ms"] >= 20.0
         assert row["cuts"] == 2 and row["congestion"] == "system"
     json.dumps(result)
+
+
+def test_bulk_that_is_held_below_the_link_leaves_its_queue_empty() -> None:
+    link = Link(bytes_per_s=4_000_000, round_trip_s=0.02, cap=2_000_000)
+    result = measure_relayed(link, size=2_000_000, cuts=0, congestion=["system"], say=lambda line: None)
+    assert result["cap_mbit_per_s"] == 16.0
+    for row in result["rows"]:
+        assert row["rate_share"] < 0.55
+        assert row["control_rtt_p50_ms"] < 20.0 + 60.0, "with a full queue it is 120 ms"
+
+
+def test_another_peers_snapshot_is_fetched_and_the_rate_reported(tmp_path: Path) -> None:
+    served_at: list[str] = []
+    stop = threading.Event()
+
+    async def serve() -> None:
+        store = BlobStore(tmp_path)
+        theta, momentum = store.put(bytes_of(700_000, 1)), store.put(bytes_of(700_000, 2))
+        whole = dataclasses.replace(snapshot(), theta=(theta,), momentum=(momentum,))
+        async with served(store, RememberingPort(newest_snapshot=seal_snapshot(whole, Identity.generate()))) as it:
+            served_at.append(it.url.removeprefix("http://"))
+            await asyncio.to_thread(stop.wait)
+
+    server = threading.Thread(target=lambda: asyncio.run(serve()))
+    server.start()
+    try:
+        while not served_at:
+            server.join(0.01)
+        result = measure_peer(served_at[0], congestion="system", say=lambda line: None)
+    finally:
+        stop.set()
+        server.join()
+    (row,) = result["rows"]
+    assert (row["direction"], row["bytes"], row["congestion"]) == ("down", 1_400_000, "system")
+    assert row["mbit_per_s"] > 0 and row["control_rtt_p99_ms"] > 0
 
 
 def test_a_mistyped_command_is_one_line() -> None:

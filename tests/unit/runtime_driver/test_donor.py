@@ -134,6 +134,26 @@ def test_no_more_mirrors_than_are_of_use_are_asked_at_once_and_not_all_learners_
     with_donors(tmp_path, monkeypatch, dict.fromkeys([*mirrors, "bob:1"], None), talk)
 
 
+def test_before_an_update_counts_as_lost_everybody_has_been_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrors = {f"mirror{n}:1": NO for n in range(10)}
+
+    async def talk(donors: Donors, net: Net, store: BlobStore) -> None:
+        donors.directory_addresses = lambda: [(PeerId(f"{n:064x}"), address) for n, address in enumerate(mirrors)]
+        donors.no_mirrors = lambda: [PeerId(f"{7:064x}")]
+        donors.roster_addresses = lambda: []
+        donors.found_at("http://bob:1")
+        with pytest.raises(TransferRefused):
+            await donors.blob(REF)
+        assert sorted(net.asked) == sorted([*mirrors, "bob:1"])
+        net.answers["mirror7:1"] = None
+        await donors.blob(REF)
+        assert store.has(REF)
+
+    with_donors(tmp_path, monkeypatch, {**mirrors, "bob:1": NO}, talk)
+
+
 @pytest.mark.parametrize("ann", [GONE, NO])
 def test_what_a_mirror_can_not_give_the_syncer_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ann: Exception
