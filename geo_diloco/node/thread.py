@@ -71,8 +71,8 @@ class NodeThread:
                 try:
                     return future.result(LOOK_S)
                 except concurrent.futures.TimeoutError:
-                    if future.done():
-                        raise
+                    if future.done():  # in this very instant, or the coroutine itself raised it
+                        return future.result()
                 check()
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError
