@@ -16,8 +16,9 @@ from geo_diloco.runtime import flow
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.routes import Routes
 from geo_diloco.runtime.session import TransferRefused, make_session
+from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStore, blob_ref, piece_digests
-from geo_diloco.runtime.transfer import NobodyLeftError, Source, fetch_blob
+from geo_diloco.runtime.transfer import NobodyLeftError, Source, _Fetch, _FetchJob, _Move, fetch_blob
 
 from .samples import Served, bytes_of, served
 
@@ -60,20 +61,27 @@ def test_all_of_them_give_some_and_nothing_comes_twice(tmp_path: Path) -> None:
     with_donors(tmp_path, 3, talk)
 
 
-def test_one_that_stalls_loses_its_pieces_to_the_others_with_the_offsets_reached(tmp_path: Path) -> None:
+def test_one_that_stalls_loses_its_pieces_to_the_others_with_the_offsets_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow, "BACKOFF_S", 0.1)  # streams that stall together are one standstill
+
     async def talk(bulk: Bulk, donors: list[Served], mine: BlobStore) -> None:
         for donor in donors:
             donor.store.put(BIG)
         stalled = asyncio.Event()
+        asked_how_it_stands = 0
         half = PIECE_BYTES // 2
 
         async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """As the first donor, but in the middle of each piece it falls silent."""
+            nonlocal asked_how_it_stands
             while request := await reader.readuntil(b"\r\n\r\n"):
                 method, path, _ = request.decode().split(" ", 2)
                 header = f"HTTP/1.1 200 OK\r\nX-Blob-Size: {len(BIG)}\r\nX-Blob-Index: 1\r\nX-Blob-Held: 0-24\r\n"
                 piece = path.rpartition("/")[2]
                 if method == "HEAD" or piece == BIG_REF.digest:
+                    asked_how_it_stands += 1
                     index = b"" if method == "HEAD" else b"".join(piece_digests(BIG))
                     writer.write(header.encode() + f"Content-Length: {len(index)}\r\n\r\n".encode() + index)
                     continue
@@ -91,7 +99,7 @@ def test_one_that_stalls_loses_its_pieces_to_the_others_with_the_offsets_reached
             silent = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             both = [Source(silent), Source(donors[0].url, delay_s=0.05)]
             await fetch_blob(bulk, both, BIG_REF, mine, stall_s=0.3)
-            assert stalled.is_set()
+            assert stalled.is_set() and asked_how_it_stands == 1, "one standstill is enough while there are others"
             assert mine.get(BIG_REF) == BIG
             assert bulk.counters.bulk_in == len(BIG), "the other half alone came from the other one"
             assert bulk.routes.is_resting(silent) and not bulk.routes.is_resting(donors[0].url)
@@ -126,6 +134,19 @@ def test_a_piece_that_two_sent_and_that_is_wrong_is_sent_by_one_alone_and_only_t
         assert not bulk.routes.is_resting(donors[0].url)
 
     with_donors(tmp_path, 1, talk)
+
+
+def test_a_piece_that_is_sent_alone_begins_again_for_the_next_donor(tmp_path: Path) -> None:
+    async def talk(bulk: Bulk, donors: list[Served], mine: BlobStore) -> None:
+        mine.set_index(BIG_REF, b"".join(piece_digests(BIG)))
+        job = _FetchJob(_Move(bulk, BIG_REF, mine, 1.0, Missing(len(BIG), range(25))), has_index=True, begun=())
+        way = _Fetch(job, Source("http://127.0.0.1:9"))
+        for alone, offsets in (set[int](), {1: 100}), ({1}, {}):
+            mine.append_piece(BIG_REF, 1, 0, BIG[PIECE_BYTES : PIECE_BYTES + 100])
+            job.alone = alone
+            assert await way.left(Span(1, 2)) == ([1, 2], offsets)
+
+    with_donors(tmp_path, 0, talk)
 
 
 def test_it_fails_only_when_nobody_is_left_and_says_why_of_each(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_damaged_blob_is_never_returned_and_can_be_had_again(store: BlobStore,
     reads: list[Callable[[], bytes]] = [
         lambda: store.get(BIG_REF),
         lambda: store.read_piece(BIG_REF, 1),
-        lambda: store.index(BIG_REF),
+        lambda: BlobStore(tmp_path / "blobs").index(BIG_REF),
     ]
     for read in reads:
         store.put(BIG)
@@ -106,6 +106,12 @@ def test_a_damaged_blob_is_never_returned_and_can_be_had_again(store: BlobStore,
         with pytest.raises(BlobError, match="damaged"):
             read()
         assert not store.has(BIG_REF)
+
+
+def test_the_index_of_what_was_put_is_known_without_reading_it_again(store: BlobStore, tmp_path: Path) -> None:
+    store.put(BIG)
+    (tmp_path / "blobs" / BIG_REF.digest).write_bytes(BIG[::-1])
+    assert store.index(BIG_REF) == index_of(BIG), "whoever asks for it first does not wait for the disk"
 
 
 def test_a_digest_that_is_no_digest_never_becomes_a_path(store: BlobStore, tmp_path: Path) -> None:
