@@ -311,7 +311,8 @@ class Syncer:
         def make(header: EntryHeader) -> Entry:
             ledger, more = self._ledger, sum(each.tokens_unmerged for each in participants_of(round_))
             tokens_total = ledger.tokens_total(round_.fragment, more=more)
-            progress = self._stop.progress(tokens_total, ledger.num_commits + 1, now)
+            # The first commit of a term may come before anybody's step time, and so before its minutes have begun.
+            progress = max(ledger.progress, self._stop.progress(tokens_total, ledger.num_commits + 1, now))
             return commit_of(round_, merged, header, tokens_total=tokens_total, progress=progress)
 
         return make

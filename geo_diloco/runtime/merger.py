@@ -160,9 +160,11 @@ class OuterState:
         return theta_N
 
     def begin_at(self, fragment: FragmentId, other: OuterState) -> None:
-        """Stand where another one stands, as if it had been followed here: what its merges lost stays its own."""
+        """Stand where another one stands, as if it had been followed here: what its merges lost stays its own, and
+        momentum is copied, because a commit changes it in place."""
         held = other._held(fragment)
-        self._put(fragment, _Fragment(held.version, held.theta_N, held.momentum_N))
+        momentum_N = None if held.momentum_N is None else held.momentum_N.clone()
+        self._put(fragment, _Fragment(held.version, held.theta_N, momentum_N))
         recent = self._held(fragment).recent
         if recent is not None:
             recent.extend(held.recent or ())

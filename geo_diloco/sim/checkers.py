@@ -6,11 +6,11 @@ AssertionError at the very event that breaks its rule.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from geo_diloco.manifest import Digest, FragmentId
+from geo_diloco.manifest import Digest, FragmentId, Term
 from geo_diloco.protocol.effects import Effect, PersistAccounts, Prune, TokensDropped, TokensMerged
 from geo_diloco.protocol.election.ballots import Elector
 from geo_diloco.protocol.events import Event, Resumed
@@ -58,6 +58,8 @@ class DurableChecker(Watch):
         self._world = world
         self.chain: list[SignedEntry] = []
         """What is durable, as far as anybody has folded it."""
+        self._durable_in: list[Term] = []
+        """Of each: the term in which it became durable, for that may be a later one than its own."""
         self._folded: dict[str, int] = {}
         """Entries folded, by process start."""
 
@@ -82,6 +84,7 @@ class DurableChecker(Watch):
             at = signed.entry.header.prev
         for signed in reversed(new):
             self.chain.append(signed)
+            self._durable_in.append(self._world.entries[head].entry.header.term)
             self._world.durable(process, signed)
         self._on_disks(process, head)
 
@@ -94,13 +97,17 @@ class DurableChecker(Watch):
         assert 2 * (len(having) + len(lost)) > len(roster), f"durable on {len(having)} of {len(roster)} disks"
 
     def sealed(self, process: Process, signed: SignedEntry) -> None:
-        if not isinstance(signed.entry, Open) or not self.chain:
+        """Of the entries that became durable in earlier terms: who was elected, and slept, may open its term when a
+        later one is under way. Nothing of that will ever be durable."""
+        term = signed.entry.header.term
+        num_before = bisect_left(self._durable_in, term)
+        if not isinstance(signed.entry, Open) or not num_before:
             return
         at: Digest | str = signed.entry.header.prev
-        last = self.chain[-1]
+        last = self.chain[num_before - 1]
         while at and self._world.entries[Digest(at)].entry.header.seq > last.entry.header.seq:
             at = self._world.entries[Digest(at)].entry.header.prev
-        assert at == last.digest, f"term {signed.entry.header.term} lacks the durable entry {last.entry.header.seq}"
+        assert at == last.digest, f"term {term} lacks the durable entry {last.entry.header.seq}"
 
 
 class LeaseChecker(Watch):

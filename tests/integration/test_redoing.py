@@ -12,7 +12,7 @@ import pytest
 
 from geo_diloco.errors import RunDirError
 from geo_diloco.node import replay
-from geo_diloco.numerics.merge import outer_gradient
+from geo_diloco.numerics.outer import outer_update
 from geo_diloco.protocol.messages import Commit
 from geo_diloco.runtime import merger
 from geo_diloco.runtime.identity import Identity
@@ -88,7 +88,7 @@ def test_merges_are_redone_bit_for_bit_and_every_change_is_named(run: Run, monke
 
     # another arithmetic than the one that merged
     with monkeypatch.context() as patched:
-        patched.setattr(merger, "outer_gradient", lambda delta, **more: outer_gradient(delta, **more) * 1.001)
+        patched.setattr(merger, "outer_update", lambda gradient, *of, **how: outer_update(gradient * 1.001, *of, **how))
         changed = replay(tape).divergence
     assert changed is not None and f"{named}(" in changed and "merged again has update" in changed
 

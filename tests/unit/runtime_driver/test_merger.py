@@ -169,3 +169,14 @@ def test_a_snapshot_of_other_bits_is_refused() -> None:
     with pytest.raises(DigestMismatch):
         other.load_fragment(P0, Version(5), theta=b"\0" * len(theta), momentum=momentum, **digests)
     assert other.version(P0) == 4
+
+
+def test_two_that_stood_at_one_place_go_on_apart() -> None:
+    """A commit changes momentum in place: it must be nobody else's."""
+    blobs, one, other = some_blobs(), state(), state()
+    other.begin_at(P0, one)
+    before = one.momentum(P0).clone()
+    other.merge(blobs.order(), blobs.read, MANIFEST)
+    other.commit(P0, Version(1))
+    assert torch.equal(one.momentum(P0), before)
+    assert not torch.equal(other.momentum(P0), before)
