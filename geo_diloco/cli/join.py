@@ -14,22 +14,25 @@ if TYPE_CHECKING:
     from geo_diloco.config import PeerConfig
     from geo_diloco.runtime.invite import Invite
 
+NoTrain = Annotated[
+    bool,
+    typer.Option(
+        "--no-train",
+        help="Only follow the run: needs no accelerator. With --announce, as a standby that can take over.",
+    ),
+]
+Elector = Annotated[
+    bool | None,
+    typer.Option(
+        "--elector/--no-elector", help="Let this disk guard the chain and vote on who serves. [default: elector]"
+    ),
+]
+
 
 def join(
     invite: Annotated[str, typer.Argument(help="The run's invite, as `geo-diloco start` printed it.")],
-    no_train: Annotated[
-        bool,
-        typer.Option(
-            "--no-train",
-            help="Only follow the run: needs no accelerator. With --announce, as a standby that can take over.",
-        ),
-    ] = False,
-    elector: Annotated[
-        bool | None,
-        typer.Option(
-            "--elector/--no-elector", help="Let this disk guard the chain and vote on who serves. [default: elector]"
-        ),
-    ] = None,
+    no_train: NoTrain = False,
+    elector: Elector = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda[:N] or mps. [default: auto]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of the passes. [default: float32]")] = None,
     threads: options.Threads = None,
