@@ -28,6 +28,7 @@ from geo_diloco.protocol.messages import (
     Message,
     Progress,
 )
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.control import ControlLink, connect_control
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, fetch_entries, fetch_manifest, make_session
@@ -154,7 +155,7 @@ async def hands_in_gigantic_values(liar: Liar, link: ControlLink, session: Sessi
     liar.introduce(link)
     blob = liar.frame(3e38)
     claim = liar.claim(link, blob)
-    await upload_blob(session, liar.url, blob, liar.store)
+    await upload_blob(Bulk(session), liar.url, blob, liar.store)
     assert "implausible" in await liar.verdict(link, claim)
 
 
@@ -162,7 +163,7 @@ async def uses_another_codec(liar: Liar, link: ControlLink, session: Session) ->
     liar.introduce(link)
     blob = liar.frame(1e-4, CodecSpec(name="none"))
     claim = liar.claim(link, blob)
-    await upload_blob(session, liar.url, blob, liar.store)
+    await upload_blob(Bulk(session), liar.url, blob, liar.store)
     assert "was agreed" in await liar.verdict(link, claim)
 
 
@@ -170,7 +171,7 @@ async def claims_more_tokens_than_the_run_has(liar: Liar, link: ControlLink, ses
     liar.introduce(link)
     blob = liar.frame(1e-4)
     claim = liar.claim(link, blob, tokens=2**49, tokens_unmerged=2**50, steps=1, cursor=2**50)
-    await upload_blob(session, liar.url, blob, liar.store)
+    await upload_blob(Bulk(session), liar.url, blob, liar.store)
     assert await liar.verdict(link, claim) == "merged"
 
 
