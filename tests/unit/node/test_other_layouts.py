@@ -14,6 +14,7 @@ from geo_diloco.node.joining import Lobby, check_same_layout
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.numerics.fragments import Layout, layout_from_module
 from geo_diloco.observability import EventLog
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.store import BlobStore
@@ -30,7 +31,7 @@ def refusal(tmp_path: Path, run: Layout, *, shown: bytes) -> str:
         async with served(BlobStore(tmp_path / "blobs"), RememberingPort(layout=shown)) as it:
             log, unused = EventLog(tmp_path / "log", level="error"), Any
             invite = Invite(run=RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
-            lobby = Lobby(invite, RunDir(tmp_path), Identity.generate(), log, unused, it.session)  # type: ignore[arg-type]
+            lobby = Lobby(invite, RunDir(tmp_path), Identity.generate(), log, unused, Bulk(it.session))  # type: ignore[arg-type]
             try:
                 await check_same_layout(lobby, it.url, run.digest, run.num_elements, HERE)
             finally:
