@@ -193,6 +193,12 @@ def with_peer(root: Path, talk: Callable[[Peer], Awaitable[None]], **more: Any) 
     asyncio.run(scenario())
 
 
+async def becomes(holds: Callable[[], bool]) -> None:
+    """Waits until it holds; `with_peer` says how long at most."""
+    while not holds():  # noqa: ASYNC110  (no event tells)
+        await asyncio.sleep(0.002)
+
+
 # ---- onto the disk
 
 
@@ -201,8 +207,10 @@ def test_an_entry_is_stored_once_record_and_update_are_here(tmp_path: Path) -> N
         (only,) = it.commits(1, held=False)
         signed = seal_entry(only, ME)
         it.following.take_entry(signed)
-        await asyncio.sleep(0.05)
-        assert it.core.told(EntryStored) == [] and it.chain.is_written(signed.digest)
+        await becomes(
+            lambda: it.chain.is_written(signed.digest) and it.following.accepts(only.update.digest) is not None
+        )
+        assert it.core.told(EntryStored) == []
         assert it.following.accepts(only.update.digest) == only.update
         it.store.put(codec.encode(torch.full((N,), 0.5), SPEC, layout_digest=LAYOUT.digest, fragment=0))
         it.following.blob_arrived(only.update)  # an elector brought it, while the donor says nothing
@@ -286,11 +294,9 @@ def test_being_asked_again_ends_the_wait_for_the_next_try(tmp_path: Path, monkey
         it.entries = entries  # type: ignore[attr-defined]
         fetch = it.following.interpreters()[FetchEntries]
         fetch(FetchEntries(Seq(7)))
-        await asyncio.sleep(0.05)
-        assert tries == [7]
+        await becomes(lambda: tries == [7])
         fetch(FetchEntries(Seq(5)))
-        await asyncio.sleep(0.05)
-        assert tries == [7, 5]
+        await becomes(lambda: tries == [7, 5])
 
     with_peer(tmp_path, talk)
 
@@ -400,6 +406,8 @@ def snapshot_of(it: Peer, commits: list[Commit]) -> Snapshot:
     it.given = {blob_ref(data): data for data in (theta, momentum)}  # type: ignore[attr-defined]
 
     async def blob(wanted: BlobRef) -> None:
+        if wanted not in it.given:  # type: ignore[attr-defined]
+            raise TransferError("this donor has the snapshot and nothing else")
         it.store.put(it.given[wanted])  # type: ignore[attr-defined]
 
     it.blob = blob  # type: ignore[method-assign]
