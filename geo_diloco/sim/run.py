@@ -110,6 +110,8 @@ class Run:
         assert self.is_finished(), f"the run never ended: {self._whereabouts()}"
         ended_at = clock.now
         clock.run(ended_at + DRAIN_MS)
+        if not self._is_level():  # a syncer whom learners did not reach may have handed over just now
+            clock.run(clock.now + DRAIN_MS, self._is_level)
         self._check_the_end()
         return Outcome(
             effects_digest=self.world.effects_digest(),
@@ -134,6 +136,11 @@ class Run:
         if not self.world.was_told_finished:
             return False
         return any(each.told_finished and each.core.serves for each in self.world.able_processes())
+
+    def _is_level(self) -> bool:
+        """Whether everybody has all that is durable."""
+        head = self.chain.chain[-1].digest
+        return all(each.frozen or each.core.ledger.head_digest == head for each in self.world.processes())
 
     def _expect_liveness(self) -> None:
         """8: after faults stop, every live learner adopts a fresh version of every fragment in bounded time."""
