@@ -111,7 +111,7 @@ class Run:
         ended_at = clock.now
         clock.run(ended_at + DRAIN_MS)
         if not self._is_level():  # a syncer whom learners did not reach may have handed over just now
-            clock.run(clock.now + DRAIN_MS, self._is_level)
+            clock.run(clock.now + LIVENESS_MS, self._is_level)
         self._check_the_end()
         return Outcome(
             effects_digest=self.world.effects_digest(),
@@ -138,9 +138,11 @@ class Run:
         return any(each.told_finished and each.core.serves for each in self.world.able_processes())
 
     def _is_level(self) -> bool:
-        """Whether everybody has all that is durable."""
+        """Whether somebody serves, and everybody has all that is durable."""
         head = self.chain.chain[-1].digest
-        return all(each.frozen or each.core.ledger.head_digest == head for each in self.world.processes())
+        return self.world.syncer() is not None and all(
+            each.frozen or each.core.ledger.head_digest == head for each in self.world.processes()
+        )
 
     def _expect_liveness(self) -> None:
         """8: after faults stop, every live learner adopts a fresh version of every fragment in bounded time."""
