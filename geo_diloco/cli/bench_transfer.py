@@ -28,6 +28,7 @@ from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, fetch_snapshot, make_session, read_small
 from geo_diloco.runtime.shaping import Shaper
+from geo_diloco.runtime.sockets import congestion_granted
 from geo_diloco.runtime.store import BlobStore, blob_ref
 from geo_diloco.runtime.transfer import Source, fetch_blob, upload_blob
 from geo_diloco.runtime.wire import Order, Signed, open_snapshot, url_from_address
@@ -149,6 +150,7 @@ async def _row(link: Link, *, size: int, cuts: int, congestion: str, direction: 
     return {
         "direction": direction,
         "congestion": congestion,
+        "congestion_in_use": congestion_granted(CONTROLS[congestion]),
         "bytes": size,
         "seconds": round(took_s, 3),
         "mbit_per_s": round(size * 8 / took_s / 1e6, 3),
@@ -271,6 +273,7 @@ async def _peer_row(url: str, congestion: str) -> dict[str, Any]:
             return {
                 "direction": "down",
                 "congestion": congestion,
+                "congestion_in_use": congestion_granted(lanes.controls),
                 "bytes": size,
                 "seconds": round(took_s, 3),
                 "mbit_per_s": round(size * 8 / took_s / 1e6, 3),
@@ -287,7 +290,9 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def _line(row: dict[str, Any]) -> str:
-    parts = [f"{row['direction']:>4} {row['congestion']:>6}: {row['mbit_per_s']:.2f} Mbit/s"]
+    used = row["congestion_in_use"] or "unknown"
+    asked = row["congestion"] if row["congestion"] == used else f"{row['congestion']} (the kernel uses {used})"
+    parts = [f"{row['direction']:>4} {asked:>6}: {row['mbit_per_s']:.2f} Mbit/s"]
     if "rate_share" in row:
         parts.append(f"{row['rate_share']:.1%} of the link, {row['resent_share']:.2%} twice after {row['cuts']} cuts")
     parts.append(f"{row['streams']} streams, control p99 {row['control_rtt_p99_ms']:.0f} ms")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from geo_diloco.node.addresses import read_ports
 from geo_diloco.node.rundir import RunDir, default_root
 from geo_diloco.runtime.bootstrap import DEFAULT_HTTP_PORT
 from geo_diloco.runtime.dht import Directory
+from geo_diloco.runtime.directory import OnStatus
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.records import by_claim, maddr_of, tcp_of_maddr
 from geo_diloco.runtime.session import Session, fetch_manifest, make_session
@@ -85,22 +88,28 @@ async def _status_at(session: Session, url: str, run: RunId) -> dict[str, Any]:
 
 async def _from_directory(session: Session, invite: Invite) -> dict[str, Any]:
     said = ["no bootstrap has answered yet"]
-    with tempfile.TemporaryDirectory(prefix="geo-diloco-status-") as folder:
+    try:
+        async with asyncio.timeout(LIMIT_S), visited_directory(invite, said.append) as directory:
+            return await _ask(session, directory, invite, said)
+    except TimeoutError as exc:
+        raise DirectoryError(f"no status of run {invite.run[:12]} in {LIMIT_S:.0f} s: {said[-1]}") from exc
+
+
+@asynccontextmanager
+async def visited_directory(invite: Invite, on_status: OnStatus) -> AsyncIterator[Directory]:
+    """The directory as one who only looks sees it."""
+    with tempfile.TemporaryDirectory(prefix="geo-diloco-visit-") as folder:
+        directory = await Directory.start(
+            initial_peers=invite.bootstraps,
+            listen=(maddr_of("127.0.0.1", 0),),
+            client_mode=True,
+            state_dir=Path(folder),
+            on_status=on_status,
+        )
         try:
-            async with asyncio.timeout(LIMIT_S):
-                directory = await Directory.start(
-                    initial_peers=invite.bootstraps,
-                    listen=(maddr_of("127.0.0.1", 0),),
-                    client_mode=True,
-                    state_dir=Path(folder),
-                    on_status=said.append,
-                )
-                try:
-                    return await _ask(session, directory, invite, said)
-                finally:
-                    await directory.close()
-        except TimeoutError as exc:
-            raise DirectoryError(f"no status of run {invite.run[:12]} in {LIMIT_S:.0f} s: {said[-1]}") from exc
+            yield directory
+        finally:
+            await directory.close()
 
 
 async def _ask(session: Session, directory: Directory, invite: Invite, said: list[str]) -> dict[str, Any]:

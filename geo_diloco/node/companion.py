@@ -16,41 +16,47 @@ import threading
 from pathlib import Path
 
 from geo_diloco.config import PeerConfig
+from geo_diloco.config.peer import ENVIRONMENT_PREFIX
+from geo_diloco.config.quantities import RATE_MIN
 from geo_diloco.observability import EventLog
 from geo_diloco.runtime import watchdog
 from geo_diloco.runtime.invite import Invite
 
 TERM_S = 2.5
 """How long it may take to leave before it is killed."""
-SETTINGS_OF_BOTH = ("bootstraps", "data_dir", "log_level")
-SETTINGS_OF_STANDBY = ("host", "port", "announce", "dht_host", "dht_port", "keep_contributions", "elector")
-"""What a peer says about being reached is about its standby; the learner dials out only, as any other."""
+LEARNERS_ALONE = {"run_dir", "device", "dtype", "threads", "save_every_s"}
+"""About training. All else that was said is the standby's too: what comes to the settings one day must not be lost."""
+SETTINGS_OF_BOTH = {"bootstraps", "data_dir", "log_level", "congestion", "max_up", "max_down"}
+"""What is about neither training nor being reached. A limit on the line is one for both together: each has half."""
+RATES = ("max_up", "max_down")
 
 
 def learners_own(config: PeerConfig) -> PeerConfig:
-    """The settings that are left to a learner which has a standby: of one machine only one disk can be elector, and
-    that is the standby's."""
-    settings = config.model_dump(exclude_unset=True, exclude=set(SETTINGS_OF_STANDBY))
-    return PeerConfig.model_validate(settings | {"elector": False})
+    """The settings that are left to a learner which has a standby: it dials out only, as any other, and of one machine
+    only one disk can be elector, and that is the standby's."""
+    settings = config.model_dump(exclude_unset=True, include=LEARNERS_ALONE | SETTINGS_OF_BOTH)
+    return PeerConfig.model_validate(settings | _halves(config) | {"elector": False})
 
 
-def standby_command(invite: Invite, folder: Path, config: PeerConfig) -> list[str]:
-    """As a person would start it."""
-    command = [sys.executable, "-m", "geo_diloco", "join", invite.to_string(), "--no-train", "--run-dir", str(folder)]
-    for name in (*SETTINGS_OF_STANDBY, *SETTINGS_OF_BOTH):
-        if name not in config.model_fields_set:
-            continue
-        value = getattr(config, name)
-        flag = f"--{name.replace('_', '-')}"
-        if name == "bootstraps":
-            command += [part for address in value for part in ("--bootstrap", address)]
-        elif name == "elector":
-            command.append("--elector" if value else "--no-elector")
-        elif isinstance(value, bool):
-            command += [flag] if value else []
-        elif value is not None:
-            command += [flag, str(value)]
-    return [*command, "--threads", "1"]
+def standbys_own(config: PeerConfig) -> dict[str, str]:
+    """The standby's settings, as its environment."""
+    settings = config.model_dump(exclude_unset=True, exclude=LEARNERS_ALONE) | _halves(config) | {"threads": 1}
+    return {ENVIRONMENT_PREFIX + name.upper(): _text(name, value) for name, value in settings.items() if value != ""}
+
+
+def _halves(config: PeerConfig) -> dict[str, int]:
+    return {name: max(RATE_MIN, rate // 2) for name in RATES if (rate := getattr(config, name))}
+
+
+def _text(name: str, value: object) -> str:
+    """As a person would write it."""
+    if name in RATES:
+        return f"{value}B/s" if value else ""
+    if name == "quota":
+        return f"{value}B/day" if value else ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 class Companion:
@@ -59,17 +65,26 @@ class Companion:
     def __init__(self, invite: Invite, folder: Path, config: PeerConfig, log: EventLog) -> None:
         self._log = log
         self._may_end = False
-        command = standby_command(invite, folder, config)
+        command = [
+            sys.executable,
+            "-m",
+            "geo_diloco",
+            "join",
+            invite.to_string(),
+            "--no-train",
+            "--run-dir",
+            str(folder),
+        ]
         folder.mkdir(parents=True, exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GEO_DILOCO_")}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         above = [sys.executable, "-I", "-S", str(Path(watchdog.__file__)), str(os.getpid()), "", str(TERM_S)]
         with (folder / "console.log").open("ab") as console:
             self._process = subprocess.Popen(
-                [*above, *command],
+                [*above, *command, "--run-dir", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=environment | standbys_own(config),
                 start_new_session=True,
             )
         log.note("standby", f"beside this learner a standby can take over, at {config.announce}; its files: {folder}")

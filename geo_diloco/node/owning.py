@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -27,11 +26,11 @@ from geo_diloco.errors import (
 )
 from geo_diloco.manifest import RunId, RunManifest
 from geo_diloco.node.addresses import read_ports
+from geo_diloco.node.asking import likely_urls, visited_directory
 from geo_diloco.node.rundir import RunDir
-from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
-from geo_diloco.runtime.records import by_claim, maddr_of
+from geo_diloco.runtime.records import by_claim
 from geo_diloco.runtime.session import Session, fetch_manifest, fetch_status, make_session
 from geo_diloco.runtime.wire import url_from_address
 
@@ -88,7 +87,7 @@ class Finder:
     def __init__(self, owned: Owned, session: Session) -> None:
         self._owned = owned
         self.session = session
-        self._known: list[str] = [owned.local_url] if owned.local_url else []
+        self._known: list[str] = [owned.local_url] if owned.local_url else likely_urls(owned.invite)
         """URLs, most promising first."""
         self._runs: set[str] = set()
         """URLs that have shown the run's manifest."""
@@ -161,26 +160,15 @@ async def finding(owned: Owned) -> AsyncIterator[Finder]:
 
 async def _look(owned: Owned, finder: Finder) -> None:
     """Learn addresses from the directory, again and again."""
-    if owned.local_url:
-        await asyncio.sleep(DIRECTORY_S)
-    with tempfile.TemporaryDirectory(prefix="geo-diloco-owner-") as folder:
-        directory = await Directory.start(
-            initial_peers=owned.invite.bootstraps,
-            listen=(maddr_of("127.0.0.1", 0),),
-            client_mode=True,
-            state_dir=Path(folder),
-            on_status=lambda status: None,
-        )
-        try:
-            while True:
-                try:
-                    for record in by_claim(await directory.find(owned.run)):
-                        finder.learn(record.address)
-                except DirectoryError as exc:
-                    finder.why_not = str(exc)
-                await asyncio.sleep(1.0)
-        finally:
-            await directory.close()
+    await asyncio.sleep(DIRECTORY_S)
+    async with visited_directory(owned.invite, lambda status: None) as directory:
+        while True:
+            try:
+                for record in by_claim(await directory.find(owned.run)):
+                    finder.learn(record.address)
+            except DirectoryError as exc:
+                finder.why_not = str(exc)
+            await asyncio.sleep(1.0)
 
 
 async def wait_syncer(finder: Finder, *, limit_s: float = FIND_S) -> Found:

@@ -26,9 +26,9 @@ from geo_diloco.runtime.pieces import (
     SIZE_HEADER,
     GapError,
     IndexMissingError,
+    by_piece,
     headers_from_status,
     num_pieces,
-    piece_size,
 )
 from geo_diloco.runtime.session import ByteCounters, Deadline
 from geo_diloco.runtime.spans import Span
@@ -179,17 +179,12 @@ class BlobDoor:
 
     async def _keep(self, ref: BlobRef, at: int, chunk: bytes) -> None:
         """Bytes from `at` within the blob on, into the pieces they belong to."""
-        rest = memoryview(chunk)
-        while rest:
-            i, offset = divmod(at, PIECE_BYTES)
-            size = piece_size(ref.size, i)
-            part = rest[: size - offset]
+        for i, offset, part, is_last in by_piece(ref.size, at, chunk):
             with _not_taken():
-                if offset + len(part) < size:
-                    self._store.append_piece(ref, i, offset, part)
-                else:  # hashed and written now, which is no work for the event loop
+                if is_last:  # hashed and written now, which is no work for the event loop
                     await asyncio.to_thread(self._store.append_piece, ref, i, offset, part)
-            at, rest = at + len(part), rest[len(part) :]
+                else:
+                    self._store.append_piece(ref, i, offset, part)
 
     async def _came(self, size: int) -> None:
         self._counters.bulk_in += size

@@ -185,11 +185,6 @@ class Driver:
         self._jobs.add(task)
         task.add_done_callback(self._job_done)
 
-    def start_from_thread(self, make: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
-        """As `start`, from another thread. Harmless after the loop's end."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: self.start(make(), name=name))
-
     def _job_done(self, task: asyncio.Task[None]) -> None:
         self._jobs.discard(task)
         if not task.cancelled() and (failure := task.exception()) is not None:

@@ -65,6 +65,18 @@ def piece_size(size: int, i: int) -> int:
     return min(PIECE_BYTES, size - i * PIECE_BYTES)
 
 
+def by_piece(blob_size: int, at: int, chunk: bytes | memoryview) -> Iterator[tuple[int, int, memoryview, bool]]:
+    """Bytes from `at` within a blob on, piece by piece: the piece, the offset in it, its part of them, and whether they
+    reach its end."""
+    rest = memoryview(chunk)
+    while rest:
+        i, offset = divmod(at, PIECE_BYTES)
+        size = piece_size(blob_size, i)
+        part = rest[: size - offset]
+        yield i, offset, part, offset + len(part) == size
+        at, rest = at + len(part), rest[len(part) :]
+
+
 def piece_digests(data: bytes | memoryview) -> list[bytes]:
     view = memoryview(data).cast("B")
     return [blake3(view[i : i + PIECE_BYTES]).digest() for i in range(0, len(view), PIECE_BYTES)]

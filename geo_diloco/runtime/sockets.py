@@ -50,6 +50,13 @@ def congestion_in_use(made: socket.socket) -> str:
         return ""
 
 
+def congestion_granted(congestion: Sequence[str]) -> str:
+    """The one that a connection has here which asks for those."""
+    with socket.socket() as made:
+        prepare(made, congestion=congestion)
+        return congestion_in_use(made)
+
+
 def bytes_acked(transport: Any) -> int | None:
     """How many bytes the other end of an asyncio transport has acknowledged; None where the kernel doesn't say."""
     asked: _Asked | None = None if transport is None else transport.get_extra_info("socket")

@@ -26,6 +26,7 @@ from geo_diloco.runtime.pieces import (
     PIECE_DIGEST_BYTES,
     BlobStatus,
     GapError,
+    by_piece,
     check_size,
     num_pieces,
     piece_size,
@@ -373,19 +374,14 @@ class _Fetch:
 
     async def _keep(self, at: int, chunk: bytes) -> int:
         """Bytes from `at` within the blob on, into the pieces they belong to; returns where the next ones go."""
-        rest = memoryview(chunk)
-        while rest:
-            i, offset = divmod(at, PIECE_BYTES)
-            part = rest[: piece_size(self._m.ref.size, i) - offset]
+        for i, offset, part, is_last in by_piece(self._m.ref.size, at, chunk):
             self._job.begins(i, self.url)
-            await self._append(i, offset, part)
+            await self._append(i, offset, part, is_last=is_last)
             self.confirmed += len(part)
-            at, rest = at + len(part), rest[len(part) :]
-        return at
+        return at + len(chunk)
 
-    async def _append(self, i: int, offset: int, part: memoryview) -> None:
+    async def _append(self, i: int, offset: int, part: memoryview, *, is_last: bool) -> None:
         m = self._m
-        is_last = offset + len(part) == piece_size(m.ref.size, i)
         try:
             if not is_last:
                 is_held = m.store.append_piece(m.ref, i, offset, part)
