@@ -250,6 +250,17 @@ def test_an_open_round_waits_for_the_new_quorum() -> None:
     assert len(only(syncing.hand_in(claims[1]), Merge)) == 1
 
 
+def test_a_round_that_waits_for_more_than_the_new_quorum_closes_with_the_amendment() -> None:
+    """Nothing else may happen that has it looked at."""
+    syncing = Syncing.founding(replace(SYNC, quorum=2, grace=False))
+    syncing.join(ANN)
+    syncing.join(BEN)
+    round_ = syncing.asked()
+    claim = contribution(base=round_.base, fragment=round_.fragment, base_version=round_.version)
+    assert not only(syncing.hand_in(claim), Merge)
+    assert len(only(syncing.give(asked(syncing, quorum=1)), Merge)) == 1
+
+
 def test_the_next_term_goes_by_what_the_chain_says() -> None:
     chain = seated_chain()
     chain.amendment(1, quorum=2)

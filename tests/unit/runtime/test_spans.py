@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from geo_diloco.runtime.pieces import PIECE_BYTES
+from geo_diloco.runtime.pieces import PIECE_BYTES, by_piece, piece_size
 from geo_diloco.runtime.spans import SPAN_PIECES_MAX, Missing, Span
 
 FAST = 1e12
@@ -87,3 +87,24 @@ def test_no_piece_is_with_two_and_none_is_lost(num_pieces: int, streams: int, da
             under_way.append(taken)
     held = {i for span in under_way for i in span.pieces()}
     assert len(done) + len(held) + missing.num_free == num_pieces
+
+
+@given(
+    blob_size=st.integers(1, 4 * PIECE_BYTES),
+    at=st.integers(0, 4 * PIECE_BYTES),
+    size=st.integers(0, 3 * PIECE_BYTES),
+)
+@example(blob_size=3 * PIECE_BYTES, at=PIECE_BYTES // 2, size=2 * PIECE_BYTES)
+@example(blob_size=3 * PIECE_BYTES, at=0, size=PIECE_BYTES - 1)
+@example(blob_size=PIECE_BYTES + 7, at=PIECE_BYTES - 1, size=8)
+def test_bytes_are_cut_where_pieces_end_and_none_is_lost(blob_size: int, at: int, size: int) -> None:
+    at = min(at, blob_size)
+    size = min(size, blob_size - at)
+    chunk = bytes(size)
+    came = 0
+    for i, offset, part, is_last in by_piece(blob_size, at, chunk):
+        assert i * PIECE_BYTES + offset == at + came
+        assert 0 < len(part) <= piece_size(blob_size, i) - offset
+        assert is_last == (offset + len(part) == piece_size(blob_size, i))
+        came += len(part)
+    assert came == size
