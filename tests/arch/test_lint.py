@@ -20,5 +20,5 @@ def test_ruff_finds_nothing(repository: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_mypy_finds_nothing_in_the_package(repository: Path) -> None:
+def test_mypy_finds_nothing(repository: Path) -> None:
     _run(repository, "mypy")

@@ -24,6 +24,7 @@ from geo_diloco.protocol.election.ballots import (
     Release,
     Roster,
     Serving,
+    Use,
     Vote,
     VoteRecord,
 )
@@ -163,6 +164,10 @@ class Election:
         service = self._tenure.service
         if service is not None and service.term == term:
             service.drop_append()
+
+    def why_not_use(self, use: Use) -> str | None:
+        """Rule 26: why that work can't be consumed by the next commit; none if it can."""
+        return self._books.forks.why_not_use(use)
 
     def forget(self, below: Seq) -> tuple[Digest, ...]:
         """Drop entries before `below`, which is durable, from memory, but for their digests. Returns which."""

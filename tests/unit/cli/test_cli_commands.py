@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from geo_diloco.cli import app as cli
@@ -392,7 +393,7 @@ def test_a_bootstrap_listens_on_an_address_and_not_on_a_slip_of_the_pen(host: st
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC])
 def test_what_goes_on_goes_on_when_nobody_reads_along(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "_hush", lambda stream: None)
-    monkeypatch.setattr(options.typer, "echo", failing_echo(number))
+    monkeypatch.setattr(typer, "echo", failing_echo(number))
     options.say("the run is open")
 
 
@@ -400,9 +401,9 @@ def test_an_answer_that_can_not_be_written_is_an_error_unless_the_reader_has_see
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(options, "_hush", lambda stream: None)
-    monkeypatch.setattr(options.typer, "echo", failing_echo(errno.EPIPE))
+    monkeypatch.setattr(typer, "echo", failing_echo(errno.EPIPE))
     options.answer("a long one")
-    monkeypatch.setattr(options.typer, "echo", failing_echo(errno.ENOSPC))
+    monkeypatch.setattr(typer, "echo", failing_echo(errno.ENOSPC))
     with pytest.raises(ConfigError, match="standard output: No space left on device"):
         options.answer("a long one")
 

@@ -14,6 +14,7 @@ from geo_diloco.errors import DirectoryError
 from geo_diloco.manifest import RunManifest
 from geo_diloco.node import asking
 from geo_diloco.node.rundir import default_root
+from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.store import BlobStore
 from tests.unit.runtime.samples import RUN, RememberingPort, served
@@ -28,7 +29,7 @@ def _own_state_and_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     async def start(**settings: Any) -> None:
         raise DirectoryError("the directory is asked")
 
-    monkeypatch.setattr(asking.Directory, "start", start)
+    monkeypatch.setattr(Directory, "start", start)
 
 
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[RememberingPort], None]) -> dict[str, Any]:
