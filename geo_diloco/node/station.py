@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from geo_diloco.errors import DirectoryError
+from geo_diloco.errors import DirectoryError, RunDirError
 from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId, RunManifest, Term
 from geo_diloco.node.machine import machine_name
 from geo_diloco.node.rundir import RunDir
@@ -56,6 +56,8 @@ LOOK_EVERY_S = 5.0
 LOOK_S = 5.0
 """How long whoever looks for the syncer waits for the directory; it may have lost the one who is gone, too."""
 SIGHTINGS_MAX = 16
+STRANDED_S = 60.0
+"""How long a peer that can't follow the owner's reform waits for what it lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +190,7 @@ class Station:
         self.run(self._seek(), name="seek")
         self.run(self._publish(), name="publish")
         self.run(self.driver.wait_closed(), name="driver")
+        self.run(self._end_if_stranded(), name="stranded")
         if self._p.may_elect:
             self.run(self._look_around(), name="look around")
 
@@ -233,7 +236,7 @@ class Station:
         while True:
             await self._refresh()
             sightings = tuple(
-                Sighting(record.peer, Rank(0, record.term, record.head_seq), _served(record))
+                Sighting(record.peer, Rank(record.lineage, record.term, record.head_seq), _served(record))
                 for record in by_claim(self._records)
                 if record.peer != self._p.identity.peer_id
             )[:SIGHTINGS_MAX]
@@ -257,6 +260,18 @@ class Station:
 
     # ---- errands
 
+    async def _end_if_stranded(self) -> None:
+        """What this disk has does not reach back to where the owner's reform goes on, and what lies between does not
+        come."""
+        while self.core.election.stranded is None:
+            await self.driver.wait_until(lambda: self.core.election.stranded is not None)
+            await asyncio.sleep(STRANDED_S)
+        folder = self._p.run_dir.root
+        raise RunDirError(
+            f"{self.core.election.stranded}: this peer began after that; move {folder} away, but for the keys in it, "
+            "and join again"
+        )
+
     async def _seek(self) -> None:
         await self.seeker.run()
         if self.seeker.refused is not None:
@@ -274,6 +289,7 @@ class Station:
                 peer=p.identity.peer_id,
                 roles=(role,),
                 address=p.hello.address if p.may_serve else "",
+                lineage=rank.lineage,
                 term=Term(max(0, rank.term)),
                 boot=self.boot,
                 head_seq=rank.seq,

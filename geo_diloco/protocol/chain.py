@@ -48,8 +48,8 @@ from geo_diloco.protocol.events import (
     UpdateLost,
 )
 from geo_diloco.protocol.fold import Fold, Step
-from geo_diloco.protocol.ledger import NO_SEQ, Ledger, facts_of
-from geo_diloco.protocol.messages import Commit, Entry, Found, Open
+from geo_diloco.protocol.ledger import NO_SEQ, Ledger, facts_of, head_of
+from geo_diloco.protocol.messages import Commit, Entry, Found, Open, Reform
 
 TAIL_MAX = 4096
 """Entries kept beyond the durable head. No syncer goes that far; who is that far behind asks again."""
@@ -73,10 +73,17 @@ Outcome: TypeAlias = list["Effect | News"]
 class Chain:
     """Entries, election, ledger and fold of one peer."""
 
-    def __init__(self, election: Election, on_folded: Callable[[Entry], None]) -> None:
-        """`on_folded` is told every entry when the ledger stands exactly there."""
+    def __init__(
+        self,
+        election: Election,
+        on_folded: Callable[[Entry], None],
+        on_rewound: Callable[[Seq], list[Effect]],
+    ) -> None:
+        """`on_folded` is told every entry when the ledger stands exactly there, `on_rewound` when the owner's reform
+        has left behind what came after an entry, and the ledger is back there."""
         self.election = election
         self._on_folded = on_folded
+        self._on_rewound = on_rewound
         self.ledger = Ledger()
         """Of what is durable."""
         self.fold = Fold()
@@ -93,6 +100,10 @@ class Chain:
         self._loading: list[EntryArrived] | None = []
         """What this disk has, until all of it is given."""
         self._root: Root | None = None
+        self._beginning: SnapshotLoaded | None = None
+        """That the ledger was loaded from."""
+        self._folded: list[tuple[Entry, Digest]] = []
+        """All that the ledger took since: what the owner's reform leaves behind must be taken back."""
         self._asked_at: Digest | None = None
         """Our head when a gap was last asked to be filled."""
 
@@ -106,12 +117,13 @@ class Chain:
 
     def load(self, snapshot: SnapshotLoaded) -> None:
         """The outer state stands there."""
-        rank = Rank(0, snapshot.term, snapshot.seq)
+        rank = Rank(snapshot.lineage, snapshot.term, snapshot.seq)
         self._durable = Head(rank, snapshot.head_digest)
         self._begin_fold([head.version for head in snapshot.heads])
         if not snapshot.whole_chain:
             assert snapshot.opened is not None
             self.ledger.load(snapshot)
+            self._beginning = snapshot
             self._root = Root(
                 head=self._durable,
                 branch=snapshot.branch,
@@ -133,7 +145,7 @@ class Chain:
         self._entries = {each.digest: each.entry for each in given}
         self._stored = {each.digest for each in given if each.stored}
         stored = tuple(each.digest for each in given if each.stored)
-        outcome = [*self._elect(Started(facts, stored, self._root), now), *self._advance()]
+        outcome = [*self._elect(Started(facts, stored, self._root), now), *self._leave_abandoned(), *self._advance()]
         missing = [each.digest for each in given if not each.stored and each.digest in self._entries]
         return [*outcome, *(item for digest in missing for item in self._keep(digest))]
 
@@ -146,9 +158,11 @@ class Chain:
             return []
         if event.digest in self._entries or self.election.knows(event.digest):
             return []
-        if not self.ledger.seq < event.entry.header.seq <= self._durable_seq + TAIL_MAX:
+        reforms = isinstance(event.entry, Reform) and event.entry.lineage > self.ledger.lineage
+        if not reforms and not self.ledger.seq < event.entry.header.seq <= self._durable_seq + TAIL_MAX:
             return []
-        if not isinstance(event.entry, Found) and not self.election.knows(Digest(event.entry.header.prev)):
+        knows_prev = isinstance(event.entry, Found) or self.election.knows(Digest(event.entry.header.prev))
+        if not reforms and not knows_prev:
             return self._fill_gap()
         self._entries[event.digest] = event.entry
         facts = facts_of(event.entry, event.digest, event.signer)
@@ -205,7 +219,10 @@ class Chain:
 
     def tail(self, head: Head) -> list[tuple[Entry, Digest]]:
         """Entries after the ledger's, up to `head`, which is on the chain."""
-        digests = [self.election.digest_at(Seq(seq)) for seq in range(self.ledger.seq + 1, head.rank.seq + 1)]
+        return self._between(self.ledger.seq, head.rank.seq)
+
+    def _between(self, after: Seq, until: Seq) -> list[tuple[Entry, Digest]]:
+        digests = [self.election.digest_at(Seq(seq)) for seq in range(after + 1, until + 1)]
         return [(self._entries[digest], digest) for digest in digests if digest is not None]
 
     @property
@@ -239,6 +256,7 @@ class Chain:
             if why_not is not None:
                 return [*outcome, Note("chain", f"ALARM: a durable entry can't be folded: {why_not}", "error")]
             self.ledger.apply(entry, digest)
+            self._folded.append((entry, digest))
             self._on_folded(entry)
             outcome += self._fold(entry, digest)
             self._drop(digest)
@@ -268,6 +286,66 @@ class Chain:
             self._drop(digest)
             self._updates.pop(digest, None)
 
+    # -- back -----------------------------------------------------------------------------------------------------
+
+    def _moved(self, moved: ChainMoved) -> Outcome:
+        """Only the owner's reform leaves behind what was durable."""
+        if moved.head.rank.lineage <= self.ledger.lineage:
+            return []
+        outcome = self._rewind(moved.fork) if moved.fork < self.ledger.seq else []
+        if self._durable is not None and self.election.digest_at(self._durable.rank.seq) != self._durable.digest:
+            self._durable = self.election.head_at(self.ledger.seq)
+        return outcome
+
+    def _rewind(self, to: Seq) -> Outcome:
+        """The ledger as it was at that entry, and the outer state with it."""
+        left = [entry for entry, _ in self._folded if entry.header.seq > to]
+        self._folded = [each for each in self._folded if each[0].header.seq <= to]
+        held = [head.version for head in self.ledger.heads]
+        again = Ledger()
+        if self._beginning is not None:
+            again.load(self._beginning)
+        for entry, digest in self._folded:
+            again.apply(entry, digest)
+        self._take_back_heads(again)
+        self.ledger.become(again)
+        self._contained = [
+            min(version, head.version) for version, head in zip(self._contained, again.heads, strict=True)
+        ]
+        commits = sum(isinstance(entry, Commit) for entry in left)
+        text = f"abandoned by the owner's reform: {len(left)} entries after {to}, {commits} of them commits"
+        return [Note("chain", text, "warning"), *self._on_rewound(to), *self.fold.rewind(held, again.heads)]
+
+    def _take_back_heads(self, again: Ledger) -> None:
+        """A snapshot that was ahead of its seq in some fragments may have been of what is abandoned now."""
+        newest = {entry.fragment: (entry, digest) for entry, digest in self._folded if isinstance(entry, Commit)}
+        for p, (commit, digest) in newest.items():
+            if again.contained[p] > commit.version:
+                again.contained[p] = commit.version
+                again.heads[p] = head_of(commit, digest)
+
+    def _leave_abandoned(self) -> Outcome:
+        """The snapshot on this disk may be of what a reform has left behind since."""
+        durable = self._durable
+        if durable is None or self.election.digest_at(durable.rank.seq) in (durable.digest, None):
+            return []
+        forks = [
+            entry.header.seq - 1
+            for digest, entry in self._entries.items()
+            if isinstance(entry, Reform) and self.election.digest_at(entry.header.seq) == digest
+        ]
+        at = min((seq for seq in forks if seq < durable.rank.seq), default=None)
+        if at is None:
+            return []
+        held, versions = list(self._contained), [Version(0) for _ in self._contained]
+        for entry, _ in self._between(NO_SEQ, Seq(at)):
+            if isinstance(entry, Commit):
+                versions[entry.fragment] = entry.version
+        self._contained = [min(one, other) for one, other in zip(held, versions, strict=True)]
+        self._durable = self.election.head_at(Seq(at))
+        outcome = self._advance()
+        return [*outcome, *self.fold.rewind(held, self.ledger.heads)]
+
     # -- outer state ----------------------------------------------------------------------------------------------
 
     def applied(self, event: Applied) -> Outcome:
@@ -285,7 +363,7 @@ class Chain:
     def made(self, commit: Commit, digest: Digest) -> Outcome:
         """As syncer: our outer state holds that version now."""
         self.fold.made(commit.fragment, commit.version, digest)
-        if self.ledger.term <= commit.header.term:
+        if self.ledger.branch == commit.header.branch and self.ledger.term <= commit.header.term:
             return []
         # Sealed so late that the next term is open already.
         return [*self.fold.revert([head.version for head in self.ledger.heads])]
@@ -311,7 +389,7 @@ class Chain:
             case DurableReached():
                 return [effect, *self.durable(effect.seq, effect.digest)]
             case ChainMoved():
-                return []
+                return self._moved(effect)
             case Note() | PersistVote() | SendEntries():
                 return [effect]
             case SealFound() | SealOpen() | SealRoster() | ServiceBegan() | ServiceEnded():

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import Digest, RunId
-from geo_diloco.protocol.messages import Commit, Entry
+from geo_diloco.protocol.messages import Commit, Entry, Reform
 from geo_diloco.runtime.store import ChainStore
 from geo_diloco.runtime.wire import Signed, open_entry
 
@@ -120,11 +120,16 @@ class ChainCopy:
 
 
 def counting_chain(entries: Iterable[tuple[Digest, Entry]]) -> list[tuple[Digest, Entry]]:
-    """Of a log with forks: the path to the entry of highest rank (term, seq), oldest first, as far back as it goes."""
+    """Of a log with forks: the path to the entry of highest rank (lineage, term, seq), oldest first, as far back as it
+    goes."""
     known = dict(entries)
     if not known:
         return []
-    at: Digest | None = max(known, key=lambda digest: (known[digest].header.term, known[digest].header.seq))
+    lineages: dict[str, int] = {}
+    for digest, entry in known.items():  # what an entry follows came before it
+        before = lineages.get(entry.header.prev, 0)
+        lineages[digest] = entry.lineage if isinstance(entry, Reform) else before
+    at: Digest | None = max(known, key=lambda each: (lineages[each], known[each].header.term, known[each].header.seq))
     path: list[tuple[Digest, Entry]] = []
     while at in known:
         assert at is not None

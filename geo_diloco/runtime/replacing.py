@@ -79,7 +79,12 @@ class FragmentReplacing:
         snapshot = None if self._p.shelf is None else self._p.shelf.newest_for(fragment, version)
         if snapshot is None:
             return None
-        commits = self._commits(fragment, snapshot.heads[fragment].version, version)
+        head = snapshot.heads[fragment]
+        for commit in self._durable_commits():
+            same = (commit.fragment, commit.version) == (fragment, head.version)
+            if same and commit.state_digest != head.state_digest:
+                return None  # of a chain that the owner's reform left behind
+        commits = self._commits(fragment, head.version, version)
         if commits is None:
             return None
         try:

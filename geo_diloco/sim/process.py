@@ -419,6 +419,7 @@ class Process:
             opened=ledger.opened,
             whole_chain=self.host.plan.serves,
             amended=ledger.amended,
+            lineage=ledger.lineage,
         )
 
 

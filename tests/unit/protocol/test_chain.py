@@ -38,7 +38,7 @@ class Knowing:
             may_elect=False,
         )
         self.folded: list[Entry] = []
-        self.chain = Chain(Election(me, ElectionRules(owner=FOUNDER), None, jitter=0), self._on_folded)
+        self.chain = Chain(Election(me, ElectionRules(owner=FOUNDER), None, jitter=0), self._on_folded, lambda to: [])
         self.chain.load(builder.fork(loaded - 1).snapshot(whole_chain=whole_chain))
 
     def _on_folded(self, entry: Entry) -> None:

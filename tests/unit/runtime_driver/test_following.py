@@ -316,6 +316,7 @@ def standing(it: Peer, version: int, head: Commit | None) -> Standing:
         roster_seq=Seq(0),
         opened=Opened(ME.peer_id, BOOT, "", ()),
         amended=(),
+        lineage=0,
         num_commits=version,
     )
 
@@ -372,6 +373,7 @@ def snapshot_of(it: Peer, commits: list[Commit]) -> Snapshot:
         roster_seq=Seq(0),
         opened=Opened(ME.peer_id, BOOT, "", ()),
         amended=(),
+        lineage=0,
     )
 
 
