@@ -25,6 +25,7 @@ from geo_diloco.node.founder import Founder, FounderInfo, Reachable
 from geo_diloco.node.handing_over import hand_over
 from geo_diloco.node.offline import export, replay
 from geo_diloco.node.peer import Peer
+from geo_diloco.node.reforming import reform
 from geo_diloco.node.signals import StopSignals
 from geo_diloco.node.standby import Standby
 from geo_diloco.runtime.invite import Invite
@@ -39,6 +40,7 @@ __all__ = [
     "found",
     "hand_over",
     "join",
+    "reform",
     "replay",
     "run_follower",
     "run_founder",
