@@ -11,7 +11,17 @@ from geo_diloco.protocol.amendments import Changes
 FOR_GOOD_MS = 10**9
 
 FaultKind = Literal[
-    "crash", "lose disk", "freeze", "cut", "leave", "slow disk", "hand over", "cut apart", "unreachable", "amend"
+    "crash",
+    "lose disk",
+    "freeze",
+    "cut",
+    "leave",
+    "slow disk",
+    "hand over",
+    "cut apart",
+    "unreachable",
+    "amend",
+    "reform",
 ]
 SYNCER = -1
 """As `host` of a fault: whoever is syncer then."""

@@ -46,6 +46,7 @@ class Outcome:
     num_commits: int
     num_elections: int
     num_amendments: int
+    num_branches: int
     participants: tuple[int, ...] = field(default=())
     ended_at_ms: int = 0
     simulated_ms: int = 0
@@ -64,7 +65,7 @@ class Run:
         self.chain = DurableChecker(self.world)
         self.commits = CommitChecker(self.world)
         self.work = WorkChecker(self.world)
-        self.states = StateChecker()
+        self.states = StateChecker(self.world)
         self.tokens = TokenChecker(self.world)
         self.rules = RulesChecker(self.world)
         self.world.watches = (
@@ -109,6 +110,7 @@ class Run:
             num_commits=len(self.commits.participations),
             num_elections=self.appends.num_opens,
             num_amendments=self.rules.num_amendments,
+            num_branches=self.chain.num_branches,
             participants=tuple(self.commits.participations),
             ended_at_ms=ended_at,
             simulated_ms=clock.now,

@@ -27,6 +27,7 @@ class Expected:
     gap_s: float | None = None
     participants: float | None = None
     amendments: int = 0
+    branches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ def _disappointment(outcome: Outcome, expected: Expected) -> str | None:
         return f"{mean:.2f} participants a round, expected {expected.participants} or more"
     if outcome.num_amendments != expected.amendments:
         return f"{outcome.num_amendments} amendments, expected {expected.amendments}"
+    if outcome.num_branches != expected.branches:
+        return f"{outcome.num_branches} branches, expected {expected.branches}"
     return None
 
 
@@ -98,6 +101,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         gap_s=expect.get("gap_s"),
         participants=expect.get("participants"),
         amendments=expect.get("amendments", 0),
+        branches=expect.get("branches", 1),
     )
     return Scenario(name=name, row=data["row"], plan=plan, expected=expected)
 
