@@ -24,12 +24,18 @@ from geo_diloco.protocol.messages import EntryHeader, Found, Reform
 from geo_diloco.runtime.session import fetch_entries, give_order
 from geo_diloco.runtime.wire import Order, Signed, open_entry, seal_entry, seal_order
 
-LOOK_AROUND_S = 8.0
-"""Offers come every 5 s at least."""
+LOOK_AROUND_S = 12.0
+OFFERED_S = 6.0
+"""Offers come every 5 s at least, and a peer shows what it was offered for 4 s: who is gone is not seen any more at the
+end of the look around."""
 CATCH_UP_S = 30.0
 """Those who could serve fetch by themselves what others offer."""
 SERVES_S = 120.0
 ALL_LIVE = "all-live"
+
+
+Offers = dict[str, tuple[float, Any]]
+"""By peer: what it has offered to somebody, and when that was seen last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ async def _reform(
     run: Owned, electors: Sequence[str], *, dry_run: bool, force: bool, confirm: Callable[[str], bool]
 ) -> str:
     async with finding(run) as finder:
-        offers: dict[str, Any] = {}
+        offers: Offers = {}
         statuses = await _look_around(finder, offers)
         assert finder.manifest is not None
         if run.identity.peer_id != finder.manifest.founder:
@@ -114,16 +120,14 @@ async def _reform(
 # ---- who is here -------------------------------------------------------------------------------------------------
 
 
-async def _look_around(
-    finder: Finder, offers: dict[str, Any], *, for_s: float = LOOK_AROUND_S
-) -> dict[str, dict[str, Any]]:
-    """Status by URL of everybody who answers; what they have been offered, by peer, is added to `offers`. Raises
-    DirectoryError if nobody does."""
+async def _look_around(finder: Finder, offers: Offers, *, for_s: float = LOOK_AROUND_S) -> dict[str, dict[str, Any]]:
+    """Status by URL of everybody who answers; what they have been offered is noted in `offers`. Raises DirectoryError
+    if nobody does."""
     begun = time.monotonic()
     while True:
         statuses = {each.url: each.status for each in await finder.answers() if each.status.get("election")}
         for status in statuses.values():
-            offers |= {str(offer["peer"]): offer for offer in status["election"]["offers"]}
+            offers |= {str(each["peer"]): (time.monotonic(), each) for each in status["election"]["offers"]}
         waited_s = time.monotonic() - begun
         if statuses and waited_s >= for_s:
             return statuses
@@ -158,12 +162,13 @@ def _rank(said: Sequence[int]) -> Rank:
 # ---- what is intended --------------------------------------------------------------------------------------------
 
 
-async def _caught_up(finder: Finder, electors: Sequence[str], offers: dict[str, Any], *, one_machine: bool) -> Intended:
+async def _caught_up(finder: Finder, electors: Sequence[str], offers: Offers, *, one_machine: bool) -> Intended:
     """As soon as no new elector's disk goes further than the best that can be served, or time is up."""
     deadline = time.monotonic() + CATCH_UP_S
     while True:
         statuses = await _look_around(finder, offers, for_s=0.0)
-        intended = _intended(statuses, _present(statuses, offers), electors, one_machine=one_machine)
+        recent = {peer: said for peer, (at, said) in offers.items() if time.monotonic() - at < OFFERED_S}
+        intended = _intended(statuses, _present(statuses, recent), electors, one_machine=one_machine)
         behind = any(each.held > intended.parent[0] for each in intended.roster)
         if not behind or time.monotonic() >= deadline:
             return intended

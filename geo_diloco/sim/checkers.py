@@ -139,6 +139,29 @@ class LeaseChecker(Watch):
         assert len(holders) <= 1, f"hosts {holders} hold a lease"
 
 
+class BranchChecker(Watch):
+    """I10: of two branches that meet the earlier yields. Whoever has entered a later one never goes back, and opens no
+    more terms in the one it left, not as another process of the same disk either."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._entered: dict[str, int] = defaultdict(int)
+        """By disk."""
+
+    def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
+        record = process.core.election.record
+        assert record.lineage >= self._entered[record.enrolment], (
+            f"host {process.host.index} went from branch {self._entered[record.enrolment]} to {record.lineage}"
+        )
+        self._entered[record.enrolment] = record.lineage
+
+    def sealed(self, process: Process, signed: SignedEntry) -> None:
+        if isinstance(signed.entry, Open):
+            lineage = lineage_at(self._world, signed.digest)
+            entered = self._entered[process.core.election.record.enrolment]
+            assert lineage >= entered, f"host {process.host.index} opens a term in branch {lineage} after {entered}"
+
+
 class CommitChecker(Watch):
     """4 (as the chain claims it) and 5: ranges never overlap; K fresh participants, or the only-late rule's reason. A
     commit goes by rules that were in force at some time since the fragment's last one. Progress never goes back."""

@@ -9,6 +9,7 @@ from geo_diloco.protocol.effects import TokensMerged
 from geo_diloco.protocol.messages import Commit
 from geo_diloco.sim.checkers import (
     AppendChecker,
+    BranchChecker,
     CommitChecker,
     DurableChecker,
     LeaseChecker,
@@ -76,6 +77,7 @@ class Run:
             self.states,
             self.tokens,
             LeaseChecker(self.world),
+            BranchChecker(self.world),
             self.rules,
         )
 
