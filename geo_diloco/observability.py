@@ -20,6 +20,7 @@ from typing import Any, Literal, TextIO
 from geo_diloco.errors import GeoDilocoError
 from geo_diloco.manifest import CodecSpec, RunRules
 from geo_diloco.protocol.amendments import AMENDABLE, SECTIONS, Amended, amended_at
+from geo_diloco.protocol.election.ballots import Elector
 from geo_diloco.protocol.election.status import ElectionStatus
 from geo_diloco.protocol.status import LearnerStatus, PeerStatus, RoundStatus
 
@@ -126,6 +127,7 @@ def status_json(
         "peer": peer,
         "role": status.role,
         "branch": status.branch,
+        "lineage": status.lineage,
         "term": status.term,
         "seq": status.seq,
         "finished": status.finished is not None,
@@ -171,6 +173,9 @@ def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, 
         "term": election.term,
         "head_seq": election.head.rank.seq,
         "held": list(election.held),
+        "best": [*election.best.rank, election.best.digest],
+        "seat": _elector_json(election.seat),
+        "offers": [_elector_json(elector) | {"held": list(rank)} for elector, rank in election.offers],
         "durable_seq": election.durable_seq,
         "roster": list(election.roster),
         "follows": election.follows,
@@ -180,6 +185,15 @@ def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, 
         "vote": election.vote,
         "append": election.append,
         "roster_plan": election.roster_plan,
+    }
+
+
+def _elector_json(elector: Elector) -> dict[str, Any]:
+    return {
+        "peer": elector.peer,
+        "enrolment": elector.enrolment,
+        "host": elector.host,
+        "address": elector.address,
     }
 
 

@@ -27,6 +27,7 @@ _COMMANDS = {
     "status": "status:status",
     "handover": "handover:handover",
     "amend": "amend:amend",
+    "reform": "reform:reform",
     "export": "export:export",
     "replay": "replay:replay",
     "bench": "bench:app",

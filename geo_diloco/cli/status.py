@@ -31,6 +31,8 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"run {status['run']} ({_plain(status['name'])}): {state}",
         f"term {status['term']}, seq {status['seq']}: {counts}",
     ]
+    if status.get("lineage"):
+        lines.append(f"in the branch of the owner's reform {status['lineage']}")
     lines += _election_lines(status["election"]) if status.get("election") else []
     lines += amended_lines(status["rules"])
     if status["heldout"]:

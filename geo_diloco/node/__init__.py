@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from geo_diloco.node.inviting import FounderInfo
     from geo_diloco.node.offline import export, replay
     from geo_diloco.node.peer import Peer
+    from geo_diloco.node.reforming import reform
     from geo_diloco.node.starting import found, join, run_follower, run_founder, run_standby
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "found",
     "hand_over",
     "join",
+    "reform",
     "replay",
     "run_follower",
     "run_founder",
@@ -47,6 +49,7 @@ _HOMES = {
     "found": "starting",
     "hand_over": "handing_over",
     "join": "starting",
+    "reform": "reforming",
     "replay": "offline",
     "run_follower": "starting",
     "run_founder": "starting",

@@ -118,7 +118,7 @@ def _order(run: Owned, status: Mapping[str, Any], changes: Changes) -> Amendment
 
 async def _give(session: Session, to: Found, run: Owned, signed: str) -> None:
     def order(nonce: str) -> str:
-        return seal_order(Order(run=run.run, nonce=nonce, wish="amend", amendment=signed), run.identity)
+        return seal_order(Order(run=run.run, nonce=nonce, wish="amend", signed=signed), run.identity)
 
     await give_order(session, to.url, order)
 

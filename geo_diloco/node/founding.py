@@ -30,7 +30,7 @@ from geo_diloco.numerics.fragments import Layout, fragment_digest, gather, layou
 from geo_diloco.observability import EventLog, stderr_log
 from geo_diloco.protocol.election.ballots import Opened
 from geo_diloco.protocol.events import SnapshotLoaded
-from geo_diloco.protocol.messages import Commit, Found, FragmentHead, RosterChange
+from geo_diloco.protocol.messages import Commit, Found, FragmentHead, Reform, RosterChange
 from geo_diloco.runtime.chain import ChainCopy, counting_chain
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.identity import Identity
@@ -245,7 +245,7 @@ def bring_to_head(parts: NodeParts) -> None:
     """Fold in what the chain has beyond the restored state, for who looks at a folder at rest. Raises RunDirError."""
     chain = [entry for _, entry in counting_chain((signed.digest, entry) for signed, entry in parts.chain.entries())]
     commits = [entry for entry in chain if isinstance(entry, Commit)]
-    rosters = [entry.roster for entry in chain if isinstance(entry, Found | RosterChange)]
+    rosters = [entry.roster for entry in chain if isinstance(entry, Found | RosterChange | Reform)]
     if rosters and len(rosters[-1]) > 1:
         commits = _as_far_as_held(commits, parts)  # the newest ones may not be durable, nor here
     try:

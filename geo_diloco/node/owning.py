@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,21 +122,19 @@ class Finder:
         syncer = election.get("syncer") if isinstance(election, dict) else None
         if isinstance(syncer, list) and len(syncer) == 2:
             self.learn(str(syncer[1]))
+        for offer in election.get("offers") or () if isinstance(election, dict) else ():
+            self.learn(str(offer.get("address", "")))
 
     async def answers(self) -> list[Found]:
         """Everybody whose address is known, and whom they name."""
-        found: list[Found] = []
-        for url in self._growing():
-            one = await self.ask(url)
-            if one is not None:
-                found.append(one)
-        return found
-
-    def _growing(self) -> Iterator[str]:
-        index = 0
-        while index < len(self._known):
-            yield self._known[index]
-            index += 1
+        found: list[Found | None] = []
+        asked: list[str] = []
+        while new := [url for url in self._known if url not in asked]:
+            asked += new
+            async with asyncio.TaskGroup() as group:  # one that is gone costs time: all at once
+                tasks = [group.create_task(self.ask(url)) for url in new]
+            found += [task.result() for task in tasks]
+        return [each for each in found if each is not None]
 
     async def syncer(self) -> Found | None:
         """Whoever serves, of the highest term that is claimed."""

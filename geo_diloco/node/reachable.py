@@ -28,7 +28,7 @@ from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import AmendmentAsked, FoundRun, HandoverAsked
-from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record
+from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record, Reform
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.disk import atomic_write
@@ -79,6 +79,7 @@ class ReachableNode:
         """The port is bound before the chain is read, because the core's first words name it."""
         self._proof: list[Signed] = []
         self._proof_seq = Seq(-1)
+        self._proof_lineage = 0
         self._station: Station | None = None
         self._keeper: SnapshotKeeper | None = None
         self._serving: Serving | None = None
@@ -276,6 +277,9 @@ class ReachableNode:
     def _collect_proof(self) -> None:
         """Of what is durable by now; as a rule while it is in memory."""
         core, chain = self.station.core, self._p.chain
+        if self._proof and core.ledger.lineage != self._proof_lineage:  # a reform may have left some of it behind
+            self._proof, self._proof_seq = [], Seq(-1)
+        self._proof_lineage = core.ledger.lineage
         while self._proof_seq < core.ledger.seq:
             digest = core.election.digest_at(Seq(self._proof_seq + 1))
             entry = None if digest is None else chain.entry(digest)
@@ -337,13 +341,27 @@ class ReachableNode:
         return self._bulk.lanes.quota.why_used_up() if self._config.mirror else "its owner doesn't want it to"
 
     def order(self, order: Order) -> str:
-        if self._station is None or not self._is_on_air or not self._station.core.serves:
+        if self._station is None or not self._is_on_air:
+            raise TransferError("this peer has not begun yet")
+        if order.wish == "reform":
+            return self._reform(Signed.from_line(order.signed))
+        if not self._station.core.serves:
             raise TransferError("this peer is not the syncer now")
         if order.wish == "amend":
-            return self._amend(order.amendment)
+            return self._amend(order.signed)
         self._p.log.note("handover", "its owner wants this peer to hand over")
         self.driver.feed(HandoverAsked(order.to))
         return "handing over"
+
+    def _reform(self, signed: Signed) -> str:
+        entry = self._p.chain.verify(signed)
+        if not isinstance(entry, Reform) or signed.signer != self.owner:
+            raise RefusedError("not a reform that the run's owner signed")
+        self._p.log.note("reform", f"the run's owner goes on with other electors: reform {entry.lineage}")
+        self.station.following.take_entry(signed)
+        if not self.station.core.election.knows(signed.digest):
+            raise RefusedError(f"reform {entry.lineage} can't be taken in here: see this peer's log")
+        return f"reform {entry.lineage} is taken in"
 
     def _amend(self, signed: str) -> str:
         asked = AmendmentAsked(*open_amendment(signed), signed)

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from geo_diloco.errors import DirectoryError
+from geo_diloco.errors import DirectoryError, RunDirError
 from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId, RunManifest, Term
 from geo_diloco.node.machine import machine_name
 from geo_diloco.node.rundir import RunDir
@@ -58,6 +58,8 @@ LOOK_S = 5.0
 SIGHTINGS_MAX = 16
 UPDATES_BYTES_KEPT = 256 << 20
 """A small run keeps every update; a large one hardly more than it needs."""
+STRANDED_S = 60.0
+"""How long a peer that can't follow the owner's reform waits for what it lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,7 @@ class Station:
         self.run(self._publish(), name="publish")
         self.run(self.driver.wait_closed(), name="driver")
         self.run(self._look_around(), name="look around")
+        self.run(self._end_if_stranded(), name="stranded")
 
     def run(self, errand: Coroutine[Any, Any, None], *, name: str) -> None:
         """As long as this peer is on the air; if it fails the peer does."""
@@ -243,7 +246,7 @@ class Station:
                 await asyncio.sleep(PUBLISH_EVERY_S)
                 continue
             sightings = tuple(
-                Sighting(record.peer, Rank(0, record.term, record.head_seq), _served(record))
+                Sighting(record.peer, Rank(record.lineage, record.term, record.head_seq), _served(record))
                 for record in by_claim(self._records)
                 if record.peer != self._p.identity.peer_id
             )[:SIGHTINGS_MAX]
@@ -267,6 +270,18 @@ class Station:
 
     # ---- errands
 
+    async def _end_if_stranded(self) -> None:
+        """What this disk has does not reach back to where the owner's reform goes on, and what lies between does not
+        come."""
+        while self.core.election.stranded is None:
+            await self.driver.wait_until(lambda: self.core.election.stranded is not None)
+            await asyncio.sleep(STRANDED_S)
+        folder = self._p.run_dir.root
+        raise RunDirError(
+            f"{self.core.election.stranded}: this peer began after that; move {folder} away, but for the keys in it, "
+            "and join again"
+        )
+
     async def _seek(self) -> None:
         await self.seeker.run()
         if self.seeker.refused is not None:
@@ -284,6 +299,7 @@ class Station:
                 peer=p.identity.peer_id,
                 roles=(role, MIRROR) if p.is_mirror else (role,),
                 address=p.hello.address if p.may_serve else "",
+                lineage=rank.lineage,
                 term=Term(max(0, rank.term)),
                 boot=self.boot,
                 head_seq=rank.seq,

@@ -48,8 +48,9 @@ from geo_diloco.protocol.events import (
     UpdateLost,
 )
 from geo_diloco.protocol.fold import Fold, Step
+from geo_diloco.protocol.history import ENTRIES_KEPT, History
 from geo_diloco.protocol.ledger import NO_SEQ, Ledger, facts_of
-from geo_diloco.protocol.messages import Commit, Entry, Found, Open
+from geo_diloco.protocol.messages import Commit, Entry, Found, Open, Reform
 from geo_diloco.protocol.pruning import Pruning
 
 TAIL_MAX = 4096
@@ -78,15 +79,19 @@ class Chain:
         self,
         election: Election,
         on_folded: Callable[[Entry], None],
+        on_rewound: Callable[[Seq], list[Effect]],
         pruning: Pruning,
         *,
+        entries_kept: int = ENTRIES_KEPT,
         remembers: PeerId | None = None,
     ) -> None:
-        """`on_folded` is told every entry when the ledger stands exactly there. `remembers`: the peer for whose work
+        """`on_folded` is told every entry when the ledger stands exactly there, `on_rewound` when the owner's reform
+        has left behind what came after an entry, and the ledger is back there. `remembers`: the peer for whose work
         alone the ledger needs a memory, where nobody will ever serve."""
         self.election = election
         self._pruning = pruning
         self._on_folded = on_folded
+        self._on_rewound = on_rewound
         self.ledger = Ledger(only=remembers)
         """Of what is durable."""
         self.fold = Fold()
@@ -103,6 +108,10 @@ class Chain:
         self._loading: list[EntryArrived] | None = []
         """What this disk has, until all of it is given."""
         self._root: Root | None = None
+        self._entries_kept = entries_kept
+        self._history = History(self.ledger.copy(), entries_kept=entries_kept)
+        self._parted: EntryArrived | None = None
+        """The owner's reform, on top of entries that are still to come."""
         self._asked_at: Digest | None = None
         """Our head when a gap was last asked to be filled."""
 
@@ -116,12 +125,13 @@ class Chain:
 
     def load(self, snapshot: SnapshotLoaded) -> None:
         """The outer state stands there."""
-        rank = Rank(0, snapshot.term, snapshot.seq)
+        rank = Rank(snapshot.lineage, snapshot.term, snapshot.seq)
         self._durable = Head(rank, snapshot.head_digest)
         self._begin_fold([head.version for head in snapshot.heads])
         if not snapshot.whole_chain:
             assert snapshot.opened is not None
             self.ledger.load(snapshot)
+            self._history = History(self.ledger.copy(), entries_kept=self._entries_kept)
             self._root = Root(
                 head=self._durable,
                 branch=snapshot.branch,
@@ -145,7 +155,7 @@ class Chain:
         self._entries = {each.digest: each.entry for each in given}
         self._stored = {each.digest for each in given if each.stored}
         stored = tuple(each.digest for each in given if each.stored)
-        outcome = [*self._elect(Started(facts, stored, self._root), now), *self._advance()]
+        outcome = [*self._elect(Started(facts, stored, self._root), now), *self._leave_abandoned(), *self._advance()]
         missing = [each.digest for each in given if not each.stored and each.digest in self._entries]
         return [*outcome, *(item for digest in missing for item in self._keep(digest))]
 
@@ -158,16 +168,29 @@ class Chain:
             return []
         if event.digest in self._entries or self.election.knows(event.digest):
             return []
-        if not self.ledger.seq < event.entry.header.seq <= self._durable_seq + TAIL_MAX:
+        seq, reforms = event.entry.header.seq, self._reforms(event.entry)
+        leads_there = self._parted is not None and self._history.floor < seq < self._parted.entry.header.seq
+        if not reforms and not leads_there and not self.ledger.seq < seq <= self._durable_seq + TAIL_MAX:
             return []
-        if not isinstance(event.entry, Found) and not self.election.knows(Digest(event.entry.header.prev)):
+        knows_prev = isinstance(event.entry, Found) or self.election.knows(Digest(event.entry.header.prev))
+        if not reforms and not knows_prev:
             return self._fill_gap()
         self._entries[event.digest] = event.entry
         facts = facts_of(event.entry, event.digest, event.signer)
         outcome = self._elect(EntriesArrived(event.signer, (facts,)), now)
         if not self.election.knows(event.digest):
             del self._entries[event.digest]
-        return [*outcome, *self._advance()]
+            self._parted = event if reforms else self._parted
+        outcome += self._advance()
+        parted = self._parted
+        if parted is not None and event.digest == parted.entry.header.prev:
+            self._parted = None
+            outcome += self.arrived(parted, now)
+        return outcome
+
+    def _reforms(self, entry: Entry) -> bool:
+        """Whether it begins a branch that goes before ours."""
+        return isinstance(entry, Reform) and entry.lineage > self.ledger.lineage
 
     def _fill_gap(self) -> Outcome:
         head = self.election.head.digest
@@ -213,19 +236,25 @@ class Chain:
 
     def kept(self, event: SnapshotKept) -> Outcome:
         """A snapshot of the ledger as of then is on disk: what lies before it may go."""
+        if event.seq > self.ledger.seq:
+            return []  # of what the owner's reform has left behind meanwhile
         digest = self.election.digest_at(event.seq)
         if digest is not None:
             self.election.based_on(digest)
         self._pruning.snapshot_kept(event.seq)
         floor = self._pruning.floor
-        assert floor is None or floor <= self.ledger.seq, "a snapshot of what is not durable"
+        if floor is not None:
+            self._history.settle(floor)
         updates = self._pruning.due()
-        entries = () if floor is None else self.election.forget(floor)
+        entries = self.election.forget(self._history.floor)
         return [Prune(updates, entries)] if updates or entries else []
 
     def tail(self, head: Head) -> list[tuple[Entry, Digest]]:
         """Entries after the ledger's, up to `head`, which is on the chain."""
-        digests = [self.election.digest_at(Seq(seq)) for seq in range(self.ledger.seq + 1, head.rank.seq + 1)]
+        return self._between(self.ledger.seq, head.rank.seq)
+
+    def _between(self, after: Seq, until: Seq) -> list[tuple[Entry, Digest]]:
+        digests = [self.election.digest_at(Seq(seq)) for seq in range(after + 1, until + 1)]
         return [(self._entries[digest], digest) for digest in digests if digest is not None]
 
     @property
@@ -259,6 +288,7 @@ class Chain:
             if why_not is not None:
                 return [*outcome, Note("chain", f"ALARM: a durable entry can't be folded: {why_not}", "error")]
             self.ledger.apply(entry, digest)
+            self._history.folded(entry, digest)
             self._on_folded(entry)
             if isinstance(entry, Commit):
                 self._pruning.folded(entry)
@@ -286,9 +316,58 @@ class Chain:
 
     def _drop_old(self) -> None:
         """Entries of other chains, at places that are decided."""
+        if self._parted is not None and self._reforms(self._parted.entry):
+            return  # some of them may lead to what goes on
+        self._parted = None
         for digest in [d for d, entry in self._entries.items() if entry.header.seq <= self.ledger.seq]:
             self._drop(digest)
             self._updates.pop(digest, None)
+
+    # -- back -----------------------------------------------------------------------------------------------------
+
+    def _moved(self, moved: ChainMoved) -> Outcome:
+        """Only the owner's reform leaves behind what was durable."""
+        if moved.head.rank.lineage <= self.ledger.lineage:
+            return []
+        outcome = self._rewind(moved.fork) if moved.fork < self.ledger.seq else []
+        if self._durable is not None and self.election.digest_at(self._durable.rank.seq) != self._durable.digest:
+            self._durable = self.election.head_at(self.ledger.seq)
+        return outcome
+
+    def _rewind(self, to: Seq) -> Outcome:
+        """The ledger as it was at that entry, and the outer state with it."""
+        held = [head.version for head in self.ledger.heads]
+        again, left = self._history.back(to)
+        self._pruning.rewound(to)
+        self.ledger.become(again)
+        self._contained = [
+            min(version, head.version) for version, head in zip(self._contained, again.heads, strict=True)
+        ]
+        commits = sum(isinstance(entry, Commit) for entry in left)
+        text = f"abandoned by the owner's reform: {len(left)} entries after {to}, {commits} of them commits"
+        return [Note("chain", text, "warning"), *self._on_rewound(to), *self.fold.rewind(held, again.heads)]
+
+    def _leave_abandoned(self) -> Outcome:
+        """The snapshot on this disk may be of what a reform has left behind since."""
+        durable = self._durable
+        if durable is None or self.election.digest_at(durable.rank.seq) in (durable.digest, None):
+            return []
+        forks = [
+            entry.header.seq - 1
+            for digest, entry in self._entries.items()
+            if isinstance(entry, Reform) and self.election.digest_at(entry.header.seq) == digest
+        ]
+        at = min((seq for seq in forks if seq < durable.rank.seq), default=None)
+        if at is None:
+            return []
+        held, versions = list(self._contained), [Version(0) for _ in self._contained]
+        for entry, _ in self._between(NO_SEQ, Seq(at)):
+            if isinstance(entry, Commit):
+                versions[entry.fragment] = entry.version
+        self._contained = [min(one, other) for one, other in zip(held, versions, strict=True)]
+        self._durable = self.election.head_at(Seq(at))
+        outcome = self._advance()
+        return [*outcome, *self.fold.rewind(held, self.ledger.heads)]
 
     # -- outer state ----------------------------------------------------------------------------------------------
 
@@ -307,7 +386,7 @@ class Chain:
     def made(self, commit: Commit, digest: Digest) -> Outcome:
         """As syncer: our outer state holds that version now."""
         self.fold.made(commit.fragment, commit.version, digest)
-        if self.ledger.term <= commit.header.term:
+        if self.ledger.branch == commit.header.branch and self.ledger.term <= commit.header.term:
             return []
         # Sealed so late that the next term is open already.
         return [*self.fold.revert([head.version for head in self.ledger.heads])]
@@ -333,7 +412,7 @@ class Chain:
             case DurableReached():
                 return [effect, *self.durable(effect.seq, effect.digest)]
             case ChainMoved():
-                return []
+                return self._moved(effect)
             case Note() | PersistVote() | SendEntries():
                 return [effect]
             case SealFound() | SealOpen() | SealRoster() | ServiceBegan() | ServiceEnded():

@@ -78,6 +78,8 @@ class SnapshotLoaded:
     whole_chain: bool = False
     amended: tuple[Amended, ...] = ()
     """What is in force at `seq` beside the manifest."""
+    lineage: int = 0
+    """Number of the reform that began the branch; 0 for `found`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from geo_diloco.manifest import Digest, FragmentId, Version
 from geo_diloco.protocol.effects import ApplyUpdate, Effect, FetchFragment, Note
 from geo_diloco.protocol.events import Applied, ApplyFailed, FragmentReplaced
-from geo_diloco.protocol.messages import Commit
+from geo_diloco.protocol.messages import Commit, FragmentHead
 
 REPLACE_BEHIND = 32
 """Versions behind from which a snapshot of the fragment costs less than its updates."""
@@ -31,13 +31,18 @@ class _Pipeline:
     fetched: set[Version] = field(default_factory=set)
     applying: bool = False
     replacing: bool = False
+    rewound: Digest | None = None
+    """While a version is awaited that lies behind the one held: its base."""
+    overtaken: int = 0
+    """Replacements asked for before that; their answers count for nothing."""
     ahead: deque[tuple[Version, Digest]] = field(default_factory=deque)
     """Versions that the outer state holds already because this peer made them, and their entries."""
 
 
 @dataclass(slots=True)
 class Step:
-    """A fragment reached `version`, by these commits (several, if a snapshot skipped some)."""
+    """A fragment reached `version`, by these commits (several, if a snapshot skipped some; none, if it went back
+    because the owner's reform left others behind)."""
 
     fragment: FragmentId
     version: Version
@@ -82,6 +87,25 @@ class Fold:
             if not pipeline.replacing:
                 pipeline.replacing = True
                 effects.append(FetchFragment(FragmentId(p), versions[p]))
+        return effects
+
+    def rewind(self, held: Sequence[Version], heads: Sequence[FragmentHead]) -> list[Effect]:
+        """The owner's reform left the newest commits behind: the ledger stood at versions `held`, and is at `heads`.
+        What the outer state has of them is replaced."""
+        effects: list[Effect] = []
+        for p, (pipeline, head) in enumerate(zip(self._pipelines, heads, strict=True)):
+            reached = pipeline.commits[0].version - 1 if pipeline.commits else held[p]
+            ahead = bool(pipeline.ahead) or reached + pipeline.applying > head.version
+            pipeline.ahead.clear()
+            while pipeline.commits and pipeline.commits[-1].version > head.version:
+                del pipeline.bases[pipeline.commits.pop().version]
+            pipeline.fetched = {version for version in pipeline.fetched if version <= head.version}
+            if ahead or pipeline.replacing:
+                pipeline.overtaken += pipeline.replacing
+                pipeline.replacing, pipeline.rewound = True, head.base
+                pipeline.commits.clear()
+                pipeline.bases.clear()
+                effects.append(FetchFragment(FragmentId(p), head.version))
         return effects
 
     # -- commits --------------------------------------------------------------------------------------------------
@@ -147,14 +171,20 @@ class Fold:
     def replaced(self, event: FragmentReplaced) -> tuple[Step | None, list[Effect]]:
         """A snapshot of the fragment is in place; commits up to its version are behind us."""
         pipeline = self._pipelines[event.fragment]
+        if pipeline.overtaken:
+            pipeline.overtaken -= 1
+            return None, []
         pipeline.replacing = False
+        rewound, pipeline.rewound = pipeline.rewound, None
         skipped: list[Commit] = []
         base = Digest("")
         while pipeline.commits and pipeline.commits[0].version <= event.version:
             skipped.append(pipeline.commits.popleft())
             base = pipeline.bases.pop(skipped[-1].version)
         pipeline.fetched = {version for version in pipeline.fetched if version > event.version}
-        step = Step(event.fragment, event.version, tuple(skipped), base) if skipped else None
+        if not skipped and rewound is None:
+            return None, self._apply_next(pipeline)
+        step = Step(event.fragment, event.version, tuple(skipped), base if skipped else rewound or Digest(""))
         return step, self._apply_next(pipeline)
 
     def _apply_next(self, pipeline: _Pipeline) -> list[Effect]:

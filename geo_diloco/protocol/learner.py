@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from geo_diloco.manifest import Digest, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
+from geo_diloco.manifest import BranchId, Digest, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
 from geo_diloco.protocol.accounts import Account
 from geo_diloco.protocol.amendments import Amended
 from geo_diloco.protocol.effects import (
@@ -41,7 +41,7 @@ from geo_diloco.protocol.events import (
     UploadFailed,
 )
 from geo_diloco.protocol.fold import Step
-from geo_diloco.protocol.ledger import NO_SEQ, Ledger, id_of
+from geo_diloco.protocol.ledger import NO_SEQ, Ledger, head_of, id_of
 from geo_diloco.protocol.messages import (
     Allotment,
     BlobRef,
@@ -61,6 +61,10 @@ from geo_diloco.protocol.messages import (
 from geo_diloco.protocol.status import FragmentTokens
 
 PROGRESS_EVERY_MS = 1000
+MERGED_REMEMBERED = 4096
+"""Commits with work of ours that could be taken back."""
+CARRY_ALL = 1e30
+"""As length of the others' deltas: nothing of the carry is cut."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,8 @@ class _Adoption:
     """Our participations in its commits, oldest first."""
     remembered: bool
     """Whether all we took part with is the contribution in our books."""
+    abandoned: bool = False
+    """Its commits were left behind by the owner's reform before the training thread got there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ class _Position:
     roster_seq: Seq
     opened: Opened | None
     amended: tuple[Amended, ...]
+    lineage: int
+    branch: BranchId
     commit: tuple[FragmentId, Version] | None
 
 
@@ -128,7 +136,9 @@ class Learner:
         """Own work that commits on our ledger took, and the version they made, until that is adopted."""
         self._unadopted: deque[_Position] = deque()
         """Entries not known to be adopted yet, oldest first, and where the chain stood with each."""
-        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, (), NO_SEQ, None, (), None)
+        self._merged: deque[tuple[Seq, FragmentId, int]] = deque(maxlen=MERGED_REMEMBERED)
+        """Tokens of ours that commits took, by their seq: if they are abandoned, so is that work."""
+        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, (), NO_SEQ, None, (), 0, BranchId(""), None)
         """The newest position up to which every commit is adopted: where a checkpoint resumes."""
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -378,6 +388,8 @@ class Learner:
         self._adoptions[fragment].append(_Adoption(step, mine, remembered))
         if not remembered:
             return [Reset(fragment, step.version)]
+        if not step.commits:
+            return [Adopt(fragment, step.version, None, CARRY_ALL)]
         blob = contribution.blob if mine and contribution is not None else None
         return [Adopt(fragment, step.version, blob, step.commits[-1].rbar)]
 
@@ -388,21 +400,23 @@ class Learner:
         adoption = queue.popleft()
         account = self.accounts[event.fragment]
         self._boundary(event.step, event.tokens, None)
-        newest = adoption.step.commits[-1]
-        self._adopted_heads[event.fragment] = FragmentHead(
-            version=event.version,
-            base=adoption.step.base,
-            state_digest=newest.state_digest,
-            momentum_digest=newest.momentum_digest,
-        )
-        taken = self._taken[event.fragment]
-        self._taken[event.fragment] = {claim: version for claim, version in taken.items() if version > event.version}
+        if adoption.step.commits and not adoption.abandoned:
+            self._adopted_heads[event.fragment] = head_of(adoption.step.commits[-1], adoption.step.base)
+            self._taken[event.fragment] = {
+                claim: version for claim, version in self._taken[event.fragment].items() if version > event.version
+            }
         effects = self._book(account, adoption, event)
         self._move_floor()
         return effects + self._sample_if_ready(event.fragment)
 
     def _book(self, account: Account, adoption: _Adoption, event: Adopted) -> list[Effect]:
         taken = adoption.taken
+        if adoption.abandoned:
+            return self._book_abandoned(account, adoption, event)
+        for commit in adoption.step.commits:
+            mine = sum(each.tokens_unmerged for each in commit.participants if each.peer == self._peer)
+            if mine:
+                self._merged.append((commit.header.seq, account.fragment, mine))
         if not taken:
             return list(account.adopt(event.version, event.step, event.tokens, event.scale_ppm))
         forget: list[Effect] = []
@@ -416,6 +430,40 @@ class Learner:
         merged, last_step = sum(each.tokens_unmerged for each in taken), taken[-1].last_step
         corrections = account.restart(event.version, event.step, event.tokens, merged=merged, last_step=last_step)
         return [TokensMerged(account.fragment, event.version, merged), *corrections, *forget]
+
+    def _book_abandoned(self, account: Account, adoption: _Adoption, event: Adopted) -> list[Effect]:
+        """Adopted after all, on the way back to what goes on: what its commits took of ours is in nobody's Theta."""
+        effects = self._book(account, replace(adoption, abandoned=False), event)
+        merged = sum(each.tokens for each in effects if isinstance(each, TokensMerged))
+        self._merged = deque((each for each in self._merged if each[0] <= self._ledger.seq), maxlen=MERGED_REMEMBERED)
+        account.adopted_version = self._adopted_heads[account.fragment].version
+        return [*effects, *self._take_back(account, merged)]
+
+    def _take_back(self, account: Account, merged: int) -> list[Effect]:
+        if not merged:
+            return []
+        account.merged -= merged
+        fragment = account.fragment
+        return [TokensMerged(fragment, account.adopted_version, -merged), TokensDropped(fragment, merged, "abandoned")]
+
+    def rewound(self, to: Seq) -> list[Effect]:
+        """The owner's reform left behind what came after `to`, and our ledger is back there. Fragments that differ are
+        on their way and what the replica carries stays; work that the abandoned commits took is lost with them."""
+        self._unadopted = deque(each for each in self._unadopted if each.seq <= to)
+        if self._floor.seq > to:
+            self._floor = self._position(None)
+        effects: list[Effect] = []
+        for account, head in zip(self.accounts, self._ledger.heads, strict=True):
+            p = account.fragment
+            for adoption in self._adoptions[p]:
+                adoption.abandoned = adoption.abandoned or adoption.step.version > head.version
+            if account.adopted_version > head.version:
+                self._adopted_heads[p], account.adopted_version = head, head.version
+            self._asked.pop(p, None)
+            self._taken[p] = {claim: version for claim, version in self._taken[p].items() if version <= head.version}
+            effects += self._take_back(account, sum(n for seq, q, n in self._merged if q == p and seq > to))
+        self._merged = deque((each for each in self._merged if each[0] <= to), maxlen=MERGED_REMEMBERED)
+        return effects
 
     def entry_taken(self, entry: Entry) -> None:
         """An entry is new on our ledger. No checkpoint resumes beyond the last commit of a run: that it is finished is
@@ -441,6 +489,8 @@ class Learner:
             roster_seq=ledger.roster_seq,
             opened=ledger.opened,
             amended=ledger.amended,
+            lineage=ledger.lineage,
+            branch=ledger.branch,
             commit=commit,
         )
 
@@ -457,7 +507,7 @@ class Learner:
         self._move_floor()
         assert self._floor.opened is not None
         return SnapshotLoaded(
-            branch=self._ledger.branch,
+            branch=self._floor.branch,
             term=self._floor.term,
             seq=self._floor.seq,
             head_digest=self._floor.head_digest,
@@ -470,6 +520,7 @@ class Learner:
             roster_seq=self._floor.roster_seq,
             opened=self._floor.opened,
             amended=self._floor.amended,
+            lineage=self._floor.lineage,
         )
 
     # -- inner steps ----------------------------------------------------------------------------------------------

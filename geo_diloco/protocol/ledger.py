@@ -1,15 +1,15 @@
 """The chain as one peer knows it, folded: heads, bases, tokens, who was merged until where.
 
 Every peer keeps one of what is durable and applies the same entries in the same order, so any of them could say what
-a syncer may append next; the syncer has a second one, up to its newest entry. A ledger never goes back. It answers
-`why_not(entry)` and then applies; who may sign an entry, and which of two chains counts, is the election's business
-(`election/forks.py`).
+a syncer may append next; the syncer has a second one, up to its newest entry. It goes back only by the owner's reform
+(`chain.py`). It answers `why_not(entry)` and then applies; who may sign an entry, and which of two chains counts, is
+the election's business (`election/forks.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from geo_diloco.manifest import BranchId, Digest, FragmentId, PeerId, Seq, Term, Version
 from geo_diloco.protocol.amendments import Amended, newest_number, with_amendment
@@ -26,6 +26,7 @@ from geo_diloco.protocol.messages import (
     Open,
     Participant,
     Record,
+    Reform,
     RosterChange,
 )
 from geo_diloco.protocol.plausibility import LENGTHS_KEPT
@@ -43,6 +44,8 @@ class Ledger:
     seq: Seq = NO_SEQ
     head_digest: Digest = Digest("")
     branch: BranchId = BranchId("")
+    lineage: int = 0
+    """Number of the reform that began the branch; 0 for `found`."""
     term: Term = Term(0)
     opened: Opened | None = None
     """Who serves `term`, as its `open` entry says."""
@@ -78,6 +81,7 @@ class Ledger:
         chain only."""
         self.seq, self.head_digest = snapshot.seq, snapshot.head_digest
         self.branch, self.term, self.opened = snapshot.branch, snapshot.term, snapshot.opened
+        self.lineage = snapshot.lineage
         self.roster, self.roster_seq = snapshot.roster, snapshot.roster_seq
         self.layout_digest, self.num_elements = snapshot.layout_digest, snapshot.num_elements
         self.heads = list(snapshot.heads)
@@ -101,6 +105,11 @@ class Ledger:
             heldout=list(self.heldout),
         )
 
+    def become(self, other: Ledger) -> None:
+        """Stand where that one stands: those who have this one see it."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
     def why_not(self, entry: Entry) -> str | None:
         """Why this entry can't be the next one; none if it can."""
         header = entry.header
@@ -117,6 +126,9 @@ class Ledger:
         if isinstance(entry, Open):
             opens = header.term > self.term or self.opened is None
             return None if opens else f"term {header.term} is not above {self.term}"
+        if isinstance(entry, Reform):
+            follows = entry.lineage > self.lineage
+            return None if follows else f"reform {entry.lineage} does not follow {self.lineage}"
         if header.term != self.term and not isinstance(entry, Found):
             return f"term {header.term} was not opened, the chain is in term {self.term}"
         if isinstance(entry, Amendment) and entry.number != newest_number(self.amended) + 1:
@@ -145,6 +157,14 @@ class Ledger:
                 self._found(entry, digest)
             case Open():
                 self.term, self.opened = entry.header.term, opened_of(entry)
+            case Reform():
+                self.branch, self.lineage, self.term, self.opened = (
+                    BranchId(digest),
+                    entry.lineage,
+                    entry.header.term,
+                    None,
+                )
+                self.roster, self.roster_seq = entry.roster, entry.header.seq
             case RosterChange():
                 self.roster, self.roster_seq = entry.roster, entry.header.seq
             case Commit():
@@ -172,12 +192,7 @@ class Ledger:
         fragment = entry.fragment
         if entry.version > self.contained[fragment]:
             self.num_commits += 1
-            self.heads[fragment] = FragmentHead(
-                version=entry.version,
-                base=digest,
-                state_digest=entry.state_digest,
-                momentum_digest=entry.momentum_digest,
-            )
+            self.heads[fragment] = head_of(entry, digest)
         self._remember_base(fragment, digest, entry.version)
         lengths = self.lengths.setdefault(fragment, deque(maxlen=LENGTHS_KEPT))
         for participant in entry.participants:
@@ -209,6 +224,16 @@ class Ledger:
         return weighted // max(1, sum(self.num_elements))
 
 
+def head_of(commit: Commit, digest: Digest) -> FragmentHead:
+    """Where a fragment stands after that commit."""
+    return FragmentHead(
+        version=commit.version,
+        base=digest,
+        state_digest=commit.state_digest,
+        momentum_digest=commit.momentum_digest,
+    )
+
+
 def opened_of(entry: Open) -> Opened:
     """Who serves the term that it opens."""
     return Opened(entry.syncer, entry.boot, entry.address, entry.votes)
@@ -231,14 +256,15 @@ def facts_of(entry: Entry, digest: Digest, signer: PeerId) -> EntryFacts:
     header = entry.header
     return EntryFacts(
         kind=entry.kind,
-        branch=header.branch,
+        branch=BranchId("") if isinstance(entry, Reform) else header.branch,
         term=header.term,
         seq=header.seq,
         prev=Digest(header.prev),
         digest=digest,
         signer=signer,
         opened=opened_of(entry) if isinstance(entry, Open) else None,
-        roster=entry.roster if isinstance(entry, Found | RosterChange) else None,
+        roster=entry.roster if isinstance(entry, Found | RosterChange | Reform) else None,
+        lineage=entry.lineage if isinstance(entry, Reform) else 0,
         amends=Amends(entry.owner, entry.number, entry.changes) if isinstance(entry, Amendment) else None,
     )
 

@@ -182,7 +182,20 @@ class Amendment:
     """What the owner signed (`amendments.AmendmentOrder`), as signed; the shell has verified that it says the same."""
 
 
-Entry = Found | Open | RosterChange | Commit | Record | Amendment | Finished
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reform:
+    """The run's owner, who signs it, goes on without most of the electors: first entry of a new branch, which its
+    digest names. What the old one has after `prev` is abandoned."""
+
+    kind: Literal["reform"] = "reform"
+    header: EntryHeader
+    """Its branch is the one that is left; its term is 1."""
+    lineage: int
+    """Counts the owner's reforms, from 1."""
+    roster: tuple[Elector, ...]
+
+
+Entry = Found | Open | RosterChange | Commit | Record | Amendment | Reform | Finished
 
 
 # ---- control messages ------------------------------------------------------------------------------------------
@@ -400,3 +413,5 @@ class Snapshot:
     """Who serves `term`."""
     amended: tuple[Amended, ...] = ()
     """What is in force at `seq` beside the manifest."""
+    lineage: int = 0
+    """Number of the reform that began the branch; 0 for `found`."""

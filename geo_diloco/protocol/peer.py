@@ -11,7 +11,7 @@ from __future__ import annotations
 import typing
 from typing import Literal
 
-from geo_diloco.manifest import BootId, CodecSpec, Digest, MonoMs, PeerId, RunId, RunRules
+from geo_diloco.manifest import BootId, CodecSpec, Digest, MonoMs, PeerId, RunId, RunRules, Seq
 from geo_diloco.protocol.amendments import codecs_up, rules_at
 from geo_diloco.protocol.chain import Chain, Outcome, SyncerChanged
 from geo_diloco.protocol.effects import Effect, Note, ReadyToLeave, RunFinished, Send
@@ -98,7 +98,14 @@ class Peer:
         seat, facts = seat or Seat(), hello or HelloFacts()
         election = election_of(peer, boot, rules, seat, facts.address)
         pruning = Pruning(versions_kept=rules.sync.staleness_max + SPARE_VERSIONS, bytes_kept=seat.updates_bytes_kept)
-        self._chain = Chain(election, self._on_folded, pruning, remembers=None if seat.may_serve else peer)
+        self._chain = Chain(
+            election,
+            self._on_folded,
+            self._on_rewound,
+            pruning,
+            entries_kept=seat.entries_kept,
+            remembers=None if seat.may_serve else peer,
+        )
         self._learner = Learner(peer, rules, self.ledger) if role == "learner" else None
         self._session = Session(facts, layout_digest, self._chain, self._learner)
         self._serving = Serving(peer, boot, run, rules, self._chain, address=facts.address)
@@ -240,6 +247,9 @@ class Peer:
         if self._learner is not None:
             self._learner.entry_taken(entry)
 
+    def _on_rewound(self, to: Seq) -> list[Effect]:
+        return [] if self._learner is None else self._learner.rewound(to)
+
     def _carry_out(self, outcome: Outcome, now: MonoMs) -> list[Effect]:
         effects: list[Effect] = []
         for item in outcome:
@@ -325,6 +335,7 @@ class Peer:
         return PeerStatus(
             role="syncer" if self._syncer is not None else self.role,
             branch=ledger.branch,
+            lineage=ledger.lineage,
             term=ledger.term,
             seq=ledger.seq,
             finished=ledger.finished,

@@ -60,6 +60,24 @@ class Pruning:
         self._num_named[commit.update.digest] += 1
         self._bytes += commit.update.size
 
+    def rewound(self, to: Seq) -> None:
+        """The owner's reform left behind what came after `to`, updates and snapshots; files of them stay."""
+        for updates in self._updates:
+            while updates and updates[-1].seq > to:
+                self._forget(updates.pop().blob)
+        older, newest = self._snapshots
+        if newest is not None and newest > to:
+            self._snapshots = None, None if older is None or older > to else older
+
+    def _forget(self, blob: BlobRef) -> bool:
+        """Whether no commit left names it."""
+        self._bytes -= blob.size
+        self._num_named[blob.digest] -= 1
+        if self._num_named[blob.digest]:
+            return False
+        del self._num_named[blob.digest]
+        return True
+
     def due(self) -> tuple[BlobRef, ...]:
         """Updates that are not needed here any more, oldest first; told once."""
         gone: list[BlobRef] = []
@@ -70,10 +88,7 @@ class Pruning:
             if oldest is None:
                 break
             blob = oldest.popleft().blob
-            self._bytes -= blob.size
-            self._num_named[blob.digest] -= 1
-            if not self._num_named[blob.digest]:
-                del self._num_named[blob.digest]
+            if self._forget(blob):
                 gone.append(blob)
         return tuple(gone)
 

@@ -8,6 +8,7 @@ from geo_diloco.manifest import BootId, PeerId, RunRules
 from geo_diloco.protocol.election.ballots import PeerBoot, VoteRecord
 from geo_diloco.protocol.election.books import ElectionRules, Myself
 from geo_diloco.protocol.election.machine import Election
+from geo_diloco.protocol.history import ENTRIES_KEPT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,9 @@ class Seat:
     """Random."""
     updates_bytes_kept: int | None = None
     """What updates may take on its disk once snapshots contain them; all of them stay, if none is given."""
+    entries_kept: int = ENTRIES_KEPT
+    """How many entries stay in memory for a way back once snapshots contain them; each participant of a commit counts
+    for one."""
 
 
 def election_of(peer: PeerId, boot: BootId, rules: RunRules, seat: Seat, address: str) -> Election:

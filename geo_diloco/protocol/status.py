@@ -68,6 +68,8 @@ class PeerStatus:
 
     role: str
     branch: BranchId
+    lineage: int
+    """Number of the owner's reform that began it; 0 for `found`."""
     term: Term
     seq: Seq
     finished: str | None

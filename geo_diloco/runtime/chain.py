@@ -17,7 +17,7 @@ from pathlib import Path
 
 from geo_diloco.errors import BlobError, LocalProtocolError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import Digest, RunId, Seq
-from geo_diloco.protocol.messages import BlobRef, Commit, Entry
+from geo_diloco.protocol.messages import BlobRef, Commit, Entry, Reform
 from geo_diloco.runtime.store import ChainStore, Place
 from geo_diloco.runtime.wire import Signed, open_entry
 
@@ -182,11 +182,16 @@ def read_log(path: Path) -> list[tuple[Digest, Entry]]:
 
 
 def counting_chain(entries: Iterable[tuple[Digest, Entry]]) -> list[tuple[Digest, Entry]]:
-    """Of a log with forks: the path to the entry of highest rank (term, seq), oldest first, as far back as it goes."""
+    """Of a log with forks: the path to the entry of highest rank (lineage, term, seq), oldest first, as far back as it
+    goes."""
     known = dict(entries)
     if not known:
         return []
-    at: Digest | None = max(known, key=lambda digest: (known[digest].header.term, known[digest].header.seq))
+    lineages: dict[str, int] = {}
+    for digest, entry in known.items():  # what an entry follows came before it
+        before = lineages.get(entry.header.prev, 0)
+        lineages[digest] = entry.lineage if isinstance(entry, Reform) else before
+    at: Digest | None = max(known, key=lambda each: (lineages[each], known[each].header.term, known[each].header.seq))
     path: list[tuple[Digest, Entry]] = []
     while at in known:
         assert at is not None

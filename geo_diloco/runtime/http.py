@@ -245,7 +245,7 @@ class HttpServer:
             order, signer = open_order(text)
         except RemoteProtocolError as exc:
             raise Refusal(400, "bad-order", str(exc)) from exc
-        owner = self._port.owner if order.wish == "amend" else self._identity.peer_id
+        owner = self._identity.peer_id if order.wish == "hand_over" else self._port.owner
         if (signer, order.run) != (owner, self._port.run) or not nonce or order.nonce != nonce:
             raise Refusal(403, "not-the-owner", "signed by another key, for another run, or on another occasion")
         try:

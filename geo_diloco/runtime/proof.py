@@ -1,9 +1,10 @@
 """Who serves a run, shown to one who knows nothing but its manifest.
 
-A proof is every `found`, `roster` and `open` entry of the chain, in order. `found` is signed by the founder, whose key
-is in the manifest; each `open` shows signed votes of a majority of the roster before it; a roster is signed by the
-syncer of its term. So whoever is syncer of the last term shown was made so, step by step, by those that the founder
-began with. It does not show that nobody was elected since: that the joiner hears when it says Hello.
+A proof is every `found`, `roster`, `open` and `reform` entry of the chain, in order. `found` and `reform` are signed by
+the founder, whose key is in the manifest; each `open` shows signed votes of a majority of the roster before it; a
+roster is signed by the syncer of its term. So whoever is syncer of the last term shown was made so, step by step, by
+those that the founder began with. It does not show that nobody was elected since: that the joiner hears when it says
+Hello.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from geo_diloco.manifest import BranchId, PeerId, RunId, Seq, Term
 from geo_diloco.protocol.election.ballots import Opened, Roster
 from geo_diloco.protocol.election.validity import why_not_elected, why_not_next_roster
 from geo_diloco.protocol.ledger import facts_of, opened_of
-from geo_diloco.protocol.messages import Entry, Found, Open, RosterChange, Snapshot
+from geo_diloco.protocol.messages import Entry, Found, Open, Reform, RosterChange, Snapshot
 from geo_diloco.runtime.wire import Signed, open_entry
 
 PROOF_ENTRIES_MAX = 65_536
@@ -31,7 +32,9 @@ class Authority:
     rosters: list[tuple[Seq, Roster]]
     """From which entry on each was in force, oldest first."""
     founder: PeerId
+    lineage: int = 0
     opened: dict[Term, Opened] = field(default_factory=dict)
+    """Of this branch."""
     _last: tuple[Term, Seq] = (Term(0), Seq(0))
 
     @property
@@ -49,12 +52,20 @@ class Authority:
         if header.run != self.found.header.run or header.branch != self.branch or place[1] <= self._last[1]:
             raise _wrong(signed, f"entry {header.seq} of another chain, or out of order")
         self._last = place
-        if isinstance(entry, Open):
+        if isinstance(entry, Reform):
+            self._add_reform(signed, entry)
+        elif isinstance(entry, Open):
             self._add_open(signed, entry)
         elif isinstance(entry, RosterChange):
             self._add_roster(signed, entry)
         else:
             raise _wrong(signed, f"an entry of kind {entry.kind}")
+
+    def _add_reform(self, signed: Signed, entry: Reform) -> None:
+        if signed.signer != self.founder or entry.lineage <= self.lineage or not entry.roster:
+            raise _wrong(signed, f"a reform of number {entry.lineage} that the run's owner did not sign")
+        self.branch, self.lineage, self.opened = BranchId(signed.digest), entry.lineage, {}
+        self.rosters.append((entry.header.seq, entry.roster))
 
     def _add_open(self, signed: Signed, entry: Open) -> None:
         term = entry.header.term
@@ -93,8 +104,9 @@ def check_snapshot(signed: Signed, snapshot: Snapshot, authority: Authority) -> 
     opened = authority.opened.get(snapshot.term)
     if opened is None or opened.syncer != signed.signer:
         raise _wrong(signed, f"a snapshot that the syncer of term {snapshot.term} did not sign")
-    said = snapshot.run, snapshot.branch, snapshot.opened, (snapshot.roster_seq, snapshot.roster)
-    shown = authority.found.header.run, authority.branch, opened, authority.roster_at(snapshot.seq)
+    said = snapshot.run, (snapshot.branch, snapshot.lineage), snapshot.opened, (snapshot.roster_seq, snapshot.roster)
+    branch = authority.branch, authority.lineage
+    shown = authority.found.header.run, branch, opened, authority.roster_at(snapshot.seq)
     if said != shown:
         raise _wrong(signed, "a snapshot that names another run, branch, syncer or roster than the proof")
     numbers = [each.number for each in snapshot.amended]
@@ -111,4 +123,4 @@ def _wrong(signed: Signed, why: str) -> RemoteProtocolError:
 
 
 def is_of_proof(entry: Entry) -> bool:
-    return isinstance(entry, Found | Open | RosterChange)
+    return isinstance(entry, Found | Open | RosterChange | Reform)

@@ -64,6 +64,8 @@ class PeerRecord:
     head_seq: Seq
     """Newest entry it knows."""
     wire_version: int
+    lineage: int = 0
+    """Of the branch it is in: one that the owner has reformed later goes before, whatever its terms."""
 
 
 def directory_key(run: RunId) -> str:
@@ -81,7 +83,7 @@ def by_claim(records: Iterable[PeerRecord]) -> list[PeerRecord]:
     claims = [record for record in records if record.address and CAN_SERVE & set(record.roles)]
     return sorted(
         claims,
-        key=lambda record: ("syncer" in record.roles, record.term, record.head_seq, record.peer),
+        key=lambda record: ("syncer" in record.roles, record.lineage, record.term, record.head_seq, record.peer),
         reverse=True,
     )
 
@@ -124,6 +126,7 @@ def read_record(body: bytes, *, run: RunId, peer: PeerId) -> PeerRecord:
         "boot": isinstance(fields.get("boot"), str) and bool(_HEX.match(fields["boot"])),
         "head_seq": _is_count(fields.get("head_seq"), least=-1),
         "wire_version": _is_count(fields.get("wire_version")),
+        "lineage": _is_count(fields.get("lineage")),
     }
     for name, fine in well_formed.items():
         if not fine:

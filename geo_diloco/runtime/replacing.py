@@ -80,7 +80,11 @@ class FragmentReplacing:
         snapshot = None if self._p.shelf is None else self._p.shelf.newest_for(fragment, version)
         if snapshot is None:
             return None
-        commits = self._commits(fragment, snapshot.heads[fragment].version, version)
+        head = snapshot.heads[fragment]
+        made = next((each for each in self._durable_commits(fragment) if each.version <= head.version), None)
+        if made is not None and (made.version, made.state_digest) != (head.version, head.state_digest):
+            return None  # of a chain that the owner's reform left behind
+        commits = self._commits(fragment, head.version, version)
         if commits is None:
             return None
         try:

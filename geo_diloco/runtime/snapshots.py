@@ -55,6 +55,7 @@ class Standing:
     roster_seq: Seq
     opened: Opened
     amended: tuple[Amended, ...]
+    lineage: int
     num_commits: int
 
 
@@ -77,6 +78,7 @@ def standing_of(ledger: Ledger, digest_at: Callable[[Seq], Digest | None]) -> St
         roster_seq=ledger.roster_seq,
         opened=ledger.opened,
         amended=ledger.amended,
+        lineage=ledger.lineage,
         num_commits=ledger.num_commits,
     )
     if ledger.finished is None:
@@ -124,7 +126,9 @@ class SnapshotShelf:
         """Blobs of kept snapshots, and of one in the making."""
 
     def is_due(self, num_commits: int) -> bool:
-        return self._commits_written < 0 or num_commits >= self._commits_written + SAVE_EVERY_COMMITS
+        """Also if a reform has taken the chain back behind the newest one."""
+        since = num_commits - self._commits_written
+        return self._commits_written < 0 or not 0 <= since < SAVE_EVERY_COMMITS
 
     def hurry(self) -> None:
         """Something that a restart may need is gone from here: with a snapshot of now it doesn't. For any thread."""
@@ -166,6 +170,7 @@ class SnapshotShelf:
             roster_seq=standing.roster_seq,
             opened=standing.opened,
             amended=standing.amended,
+            lineage=standing.lineage,
         )
         now = self._clock()
         kept = Kept(snapshot, seal_snapshot(snapshot, self._identity), now, now)
@@ -182,8 +187,11 @@ class SnapshotShelf:
         self._kept = [each for each in self._kept if each is not kept]
 
     def write(self, kept: Kept) -> None:
-        """Have one that is durable on disk, as the newest."""
+        """Have one that is durable on disk, as the newest. One with a later seq is of what a reform has left behind."""
         seq = kept.snapshot.seq
+        for path in self._files():
+            if path.name > f"snapshot-{seq:012d}.json":
+                path.unlink(missing_ok=True)
         atomic_write(self._folder / f"snapshot-{seq:012d}.json", kept.signed.to_line().encode())
         self._commits_written = sum(head.version for head in kept.snapshot.heads)
         for path in self._files()[:-KEPT_MIN]:
@@ -280,6 +288,7 @@ def loaded_from(snapshot: Snapshot, *, whole_chain: bool) -> SnapshotLoaded:
         opened=snapshot.opened,
         whole_chain=whole_chain,
         amended=snapshot.amended,
+        lineage=snapshot.lineage,
     )
 
 

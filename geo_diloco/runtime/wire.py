@@ -44,7 +44,7 @@ TEXT_CHARACTERS_MAX = 4096
 """Of one free-text field."""
 
 ORDER_BYTES_MAX = 8192
-"""Of an owner's order to a peer; it may hold an amendment as signed."""
+"""Of an owner's order to a peer; it may hold an amendment or a reform as signed."""
 AMENDMENT_BYTES_MAX = 2048
 
 _LINE_OVERHEAD = 1024
@@ -168,11 +168,11 @@ class Order:
     run: RunId
     nonce: str
     """Of this one occasion, chosen by the peer: an order can't be given twice."""
-    wish: Literal["hand_over", "amend"]
+    wish: Literal["hand_over", "amend", "reform"]
     to: PeerId | None = None
     """To whom to hand over; to whoever is best placed if none is named."""
-    amendment: str = ""
-    """To be appended: an order for the chain (`seal_amendment`), as signed."""
+    signed: str = ""
+    """To be appended: an amendment (`seal_amendment`); or to be taken in: a `reform` entry."""
 
 
 def seal_order(order: Order, identity: Identity) -> str:

@@ -14,11 +14,11 @@ from geo_diloco.manifest import Digest, FragmentId, Term
 from geo_diloco.protocol.effects import Effect, PersistAccounts, Prune, TokensDropped, TokensMerged
 from geo_diloco.protocol.election.ballots import Elector
 from geo_diloco.protocol.events import Event, Resumed
-from geo_diloco.protocol.messages import Amendment, Commit, Entry, Finished, Found, Open, RosterChange
+from geo_diloco.protocol.messages import Amendment, Commit, Entry, Finished, Found, Open, Reform, RosterChange
 from geo_diloco.sim.fakes import SignedEntry
 from geo_diloco.sim.process import Process
 from geo_diloco.sim.work import TOLERANCE, StepKey
-from geo_diloco.sim.world import Watch, World
+from geo_diloco.sim.world import Host, Watch, World
 
 
 class AppendChecker(Watch):
@@ -58,17 +58,25 @@ class DurableChecker(Watch):
         self._world = world
         self.chain: list[SignedEntry] = []
         """What is durable, as far as anybody has folded it."""
-        self._durable_in: list[Term] = []
-        """Of each: the term in which it became durable, for that may be a later one than its own."""
-        self._folded: dict[str, int] = {}
-        """Entries folded, by process start."""
+        self._durable_in: list[tuple[int, Term]] = []
+        """Of each: lineage and term in which it became durable, for that may be a later one than its own."""
+        self._folded: dict[str, Digest] = {}
+        """Entry folded last, by process start."""
+        self.num_branches = 0
+
+    @property
+    def _head(self) -> Digest:
+        return self.chain[-1].digest if self.chain else Digest("")
 
     def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
         ledger = process.core.ledger
-        if ledger.seq < 0 or self._folded.get(process.boot) == ledger.seq:
+        if ledger.seq < 0 or self._folded.get(process.boot) == ledger.head_digest:
             return
-        self._folded[process.boot] = ledger.seq
-        if ledger.seq >= len(self.chain):
+        self._folded[process.boot] = ledger.head_digest
+        self.num_branches = max(self.num_branches, lineage_at(self._world, ledger.head_digest) + 1)
+        if lineage_at(self._world, ledger.head_digest) < lineage_at(self._world, self._head):
+            return  # of what the owner's reform has left behind, as this process will hear
+        if ledger.seq >= len(self.chain) or ledger.lineage > lineage_at(self._world, self._head):
             self._extend(process, ledger.head_digest)
         assert self.chain[ledger.seq].digest == ledger.head_digest, (
             f"host {process.host.index} folded another entry {ledger.seq} than others"
@@ -77,16 +85,24 @@ class DurableChecker(Watch):
     def _extend(self, process: Process, head: Digest) -> None:
         new: list[SignedEntry] = []
         at: Digest | str = head
-        while at and (not self.chain or at != self.chain[-1].digest):
-            signed = self._world.entries[Digest(at)]
-            assert signed.entry.header.seq >= len(self.chain), "what became durable leaves the durable chain"
-            new.append(signed)
-            at = signed.entry.header.prev
+        while at and not self._holds(Digest(at)):
+            new.append(self._world.entries[Digest(at)])
+            at = new[-1].entry.header.prev
+        if at != self._head:
+            reforms = lineage_at(self._world, head) > lineage_at(self._world, self._head)
+            assert reforms, "what became durable leaves the durable chain"
+            del self.chain[new[-1].entry.header.seq :], self._durable_in[new[-1].entry.header.seq :]
+            self._world.abandoned(self.chain)
+        durable_in = lineage_at(self._world, head), self._world.entries[head].entry.header.term
         for signed in reversed(new):
             self.chain.append(signed)
-            self._durable_in.append(self._world.entries[head].entry.header.term)
+            self._durable_in.append(durable_in)
             self._world.durable(process, signed)
         self._on_disks(process, head)
+
+    def _holds(self, digest: Digest) -> bool:
+        seq = self._world.entries[digest].entry.header.seq
+        return seq < len(self.chain) and self.chain[seq].digest == digest
 
     def _on_disks(self, process: Process, head: Digest) -> None:
         newest = process.core.election.head.digest if process.core.serves else head
@@ -100,9 +116,12 @@ class DurableChecker(Watch):
         """Of the entries that became durable in earlier terms: who was elected, and slept, may open its term when a
         later one is under way. Nothing of that will ever be durable."""
         term = signed.entry.header.term
-        num_before = bisect_left(self._durable_in, term)
-        if not isinstance(signed.entry, Open) or not num_before:
+        if not isinstance(signed.entry, Open):
             return
+        lineage = lineage_at(self._world, signed.digest)
+        num_before = bisect_left(self._durable_in, (lineage, term))
+        if not num_before or lineage != lineage_at(self._world, self._head):
+            return  # of another branch, or the first
         at: Digest | str = signed.entry.header.prev
         last = self.chain[num_before - 1]
         while at and self._world.entries[Digest(at)].entry.header.seq > last.entry.header.seq:
@@ -111,7 +130,7 @@ class DurableChecker(Watch):
 
 
 class LeaseChecker(Watch):
-    """I8: at any real time at most one process believes that it holds the lease."""
+    """I8: at any real time at most one process of a branch believes that it holds the lease."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -121,7 +140,7 @@ class LeaseChecker(Watch):
             return
         holders = []
         for each in self._world.able_processes():
-            if each.core.election.role != "syncer":
+            if each.core.election.role != "syncer" or each.core.election.branch != process.core.election.branch:
                 continue
             until = each.core.election.lease_until(each.mono())
             if until is not None and each.mono() < until:
@@ -129,24 +148,62 @@ class LeaseChecker(Watch):
         assert len(holders) <= 1, f"hosts {holders} hold a lease"
 
 
+class BranchChecker(Watch):
+    """I10: of two branches that meet the earlier yields. Whoever has entered a later one never goes back, and opens no
+    more terms in the one it left, not as another process of the same disk either."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._entered: dict[str, int] = defaultdict(int)
+        """By disk."""
+
+    def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
+        record = process.core.election.record
+        assert record.lineage >= self._entered[record.enrolment], (
+            f"host {process.host.index} went from branch {self._entered[record.enrolment]} to {record.lineage}"
+        )
+        self._entered[record.enrolment] = record.lineage
+
+    def sealed(self, process: Process, signed: SignedEntry) -> None:
+        if isinstance(signed.entry, Open):
+            lineage = lineage_at(self._world, signed.digest)
+            entered = self._entered[process.core.election.record.enrolment]
+            assert lineage >= entered, f"host {process.host.index} opens a term in branch {lineage} after {entered}"
+
+
 class CommitChecker(Watch):
     """4 (as the chain claims it) and 5: ranges never overlap; K fresh participants, or the only-late rule's reason. A
     commit goes by rules that were in force at some time since the fragment's last one. Progress never goes back."""
 
     def __init__(self, world: World) -> None:
+        self._world = world
         self._sync = world.plan.sync
+        self.participations: list[int] = []
+        self.times: list[int] = []
+        """When each commit became durable."""
+        self._begin()
+
+    def _begin(self) -> None:
+        world = self._world
         first = {"quorum": world.plan.sync.quorum, "eta": world.rules.outer.eta, "mu": world.rules.outer.mu}
         self._rules: list[list[dict[str, float]]] = [[first] for _ in world.plan.num_elements]
         """Per fragment: those in force since its last commit, oldest first."""
         self._progress = 0.0
         self._bases: dict[tuple[int, int], Digest] = {}
         self._until: dict[tuple[str, int], int] = defaultdict(int)
-        self.participations: list[int] = []
-        self.times: list[int] = []
-        """When each commit became durable."""
-        self._clock = world.clock
+
+    def abandoned(self, chain: list[SignedEntry]) -> None:
+        times = self.times
+        self._begin()
+        self.participations, self.times = [], []
+        for signed in chain:
+            self._take(signed)
+        self.times = times[: len(self.times)]
 
     def durable(self, process: Process, signed: SignedEntry) -> None:
+        self._take(signed)
+
+    def _take(self, signed: SignedEntry) -> None:
         entry = signed.entry
         if isinstance(entry, Found):
             self._bases = {(p, 0): signed.digest for p in range(len(entry.num_elements))}
@@ -160,7 +217,7 @@ class CommitChecker(Watch):
             del self._rules[entry.fragment][:-1]
             self._bases[entry.fragment, entry.version] = signed.digest
             self.participations.append(len(entry.participants))
-            self.times.append(self._clock.now)
+            self.times.append(self._world.clock.now)
 
     def _check(self, entry: Commit) -> None:
         fragment, listed = entry.fragment, entry.participants
@@ -202,7 +259,16 @@ class RulesChecker(Watch):
     def num_amendments(self) -> int:
         return len(self._seqs)
 
+    def abandoned(self, chain: list[SignedEntry]) -> None:
+        self._seqs, self._in_force = [], [{}]
+        self._seen.clear()
+        for signed in chain:
+            self._take(signed)
+
     def durable(self, process: Process, signed: SignedEntry) -> None:
+        self._take(signed)
+
+    def _take(self, signed: SignedEntry) -> None:
         entry = signed.entry
         if not isinstance(entry, Amendment):
             return
@@ -212,7 +278,10 @@ class RulesChecker(Watch):
         self._in_force.append(self._in_force[-1] | entry.changes.given())
 
     def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
-        number = bisect_right(self._seqs, process.core.ledger.seq)
+        ledger = process.core.ledger
+        if lineage_at(self._world, ledger.head_digest) < self._world.lineage:
+            return
+        number = bisect_right(self._seqs, ledger.seq)
         if self._seen.get(process.boot, 0) == number:
             return
         self._seen[process.boot] = number
@@ -230,7 +299,15 @@ class WorkChecker(Watch):
         self._world = world
         self.merged: list[dict[StepKey, float]] = [defaultdict(float) for _ in world.plan.num_elements]
 
+    def abandoned(self, chain: list[SignedEntry]) -> None:
+        self.merged = [defaultdict(float) for _ in self._world.plan.num_elements]
+        for signed in chain:
+            self._take(signed)
+
     def durable(self, process: Process, signed: SignedEntry) -> None:
+        self._take(signed)
+
+    def _take(self, signed: SignedEntry) -> None:
         entry = signed.entry
         if not isinstance(entry, Commit):
             return
@@ -247,10 +324,19 @@ class WorkChecker(Watch):
 class StateChecker(Watch):
     """6: one digest per fragment and durable version, everywhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._digests: dict[tuple[int, int], Digest] = {}
 
+    def abandoned(self, chain: list[SignedEntry]) -> None:
+        self._digests.clear()
+        for signed in chain:
+            self._take(signed)
+
     def durable(self, process: Process, signed: SignedEntry) -> None:
+        self._take(signed)
+
+    def _take(self, signed: SignedEntry) -> None:
         entry = signed.entry
         if isinstance(entry, Found):
             self._digests = {(p, 0): digest for p, digest in enumerate(entry.state_digests)}
@@ -258,6 +344,8 @@ class StateChecker(Watch):
             self._digests[entry.fragment, entry.version] = entry.state_digest
 
     def state(self, process: Process, fragment: int, version: int, digest: Digest) -> None:
+        if process.core.ledger.lineage < self._world.lineage:
+            return  # of what the owner's reform has left behind
         known = self._digests.get((fragment, version))
         assert known == digest, f"host {process.host.index}: fragment {fragment}, version {version} is not durable"
 
@@ -312,6 +400,7 @@ class Book:
     has_checkpoint: bool = False
     was_lost_unsaved: bool = False
     awaits_resumed: bool = False
+    began_again: bool = False
 
     def add(self, said: TokensMerged | TokensDropped) -> None:
         self.booked.append(said)
@@ -366,6 +455,10 @@ class TokenChecker(Watch):
                 book.add(TokensDropped(FragmentId(p), trained, "crashed"))
             book.durable, book.was_lost_unsaved = len(book.booked), True
 
+    def began_again(self, host: Host) -> None:
+        """Its books are in the folder that was moved away; what the chain took before counts on."""
+        self.books[host.peer] = Book(began_again=True)
+
     def _check(self, process: Process, book: Book) -> None:
         for p, now in enumerate(process.core.tokens()):
             trained = book.trained_before + now.trained - book.started_with
@@ -376,9 +469,18 @@ class TokenChecker(Watch):
             )
 
 
+def lineage_at(world: World, digest: Digest) -> int:
+    """Number of the reform that began the branch of that entry."""
+    if digest not in world.lineages:
+        entry = world.entries[digest].entry if digest else None
+        before = lineage_at(world, Digest(entry.header.prev)) if entry is not None and entry.header.prev else 0
+        world.lineages[digest] = entry.lineage if isinstance(entry, Reform) else before
+    return world.lineages[digest]
+
+
 def roster_at(world: World, digest: Digest) -> tuple[Elector, ...]:
     """The electors in force at that entry."""
     entry: Entry = world.entries[digest].entry
-    while not isinstance(entry, Found | RosterChange):
+    while not isinstance(entry, Found | RosterChange | Reform):
         entry = world.entries[Digest(entry.header.prev)].entry
     return entry.roster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from geo_diloco.manifest import CodecSpec, ElectionSpec, StopSpec, SyncSpec
 from geo_diloco.protocol.amendments import Changes
@@ -30,7 +31,7 @@ def drawn_plan(seed: int, *, seconds: float = 60.0, num_hosts: tuple[int, int] =
         rounds_in_flight_max=chance.choice((1, 2, 8)),
         staleness_max=chance.choice((1, 3, 8)),
     )
-    return Plan(
+    plan = Plan(
         seed=seed,
         hosts=hosts,
         sync=sync,
@@ -42,12 +43,17 @@ def drawn_plan(seed: int, *, seconds: float = 60.0, num_hosts: tuple[int, int] =
         snapshot_every_ms=chance.choice((2_000, 7_000)),
         delay_ms=chance.choice(((1, 20), (1, 60), (20, 250))),
         transfer_ms=chance.choice(((5, 100), (5, 600), (300, 2_000))),
-        faults=(*_faults(chance, hosts, until_ms), *_amendments(seed, sync, seconds, until_ms)),
+        faults=(
+            *_faults(chance, hosts, until_ms),
+            *_amendments(seed, sync, seconds, until_ms),
+            *_reforms(seed, hosts, until_ms),
+        ),
         odds=_odds(chance),
         faults_until_ms=until_ms,
         forgets_uploads=chance.random() < 0.5,
         updates_bytes_kept=chance.choice((0, 0, 20_000, None)),
     )
+    return replace(plan, entries_kept=0) if plan.updates_bytes_kept == 0 else plan
 
 
 def _hosts(chance: random.Random, num_hosts: int) -> tuple[HostPlan, ...]:
@@ -99,6 +105,21 @@ def _amendments(seed: int, sync: SyncSpec, seconds: float, until_ms: int) -> tup
     )
     times = sorted(chance.randrange(3_000, until_ms) for _ in range(chance.choice((1, 1, 2, 4))))
     return tuple(Fault(kind="amend", at_ms=at_ms, for_ms=0, changes=chance.choice(wishes)) for at_ms in times)
+
+
+def _reforms(seed: int, hosts: tuple[HostPlan, ...], until_ms: int) -> tuple[Fault, ...]:
+    """In one run of eight the founder and others are away, the owner reforms, and some time later they come back."""
+    chance = random.Random(f"reform {seed}")
+    able = [index for index, host in enumerate(hosts) if host.serves]
+    if chance.random() > 0.125 or len(able) < 2 or until_ms < 3 * SETTLED_MS:
+        return ()
+    at_ms = chance.randrange(SETTLED_MS, until_ms // 2)
+    away = [0, *chance.sample(able[1:], len(able) // 2 if len(able) > 2 else 0)]
+    gone = [
+        Fault(kind="crash", at_ms=at_ms, for_ms=chance.randrange(until_ms // 8, until_ms // 3), host=index)
+        for index in away
+    ]
+    return (*gone, Fault(kind="reform", at_ms=at_ms + chance.randrange(500, 4_000), for_ms=0))
 
 
 def _odds(chance: random.Random) -> Odds:

@@ -7,11 +7,22 @@ from typing import Literal
 
 from geo_diloco.manifest import ElectionSpec, EvalSpec, StopSpec, SyncSpec
 from geo_diloco.protocol.amendments import Changes
+from geo_diloco.protocol.history import ENTRIES_KEPT
 
 FOR_GOOD_MS = 10**9
 
 FaultKind = Literal[
-    "crash", "lose disk", "freeze", "cut", "leave", "slow disk", "hand over", "cut apart", "unreachable", "amend"
+    "crash",
+    "lose disk",
+    "freeze",
+    "cut",
+    "leave",
+    "slow disk",
+    "hand over",
+    "cut apart",
+    "unreachable",
+    "amend",
+    "reform",
 ]
 SYNCER = -1
 """As `host` of a fault: whoever is syncer then."""
@@ -77,6 +88,8 @@ class Plan:
     snapshot_every_ms: int = 5_000
     updates_bytes_kept: int | None = None
     """On every disk, beyond what is needed; an update takes 1,000. None: all of them stay."""
+    entries_kept: int = ENTRIES_KEPT
+    """In every memory, beyond what is needed."""
     delay_ms: tuple[int, int] = (1, 40)
     """One way, of a control message."""
     transfer_ms: tuple[int, int] = (5, 300)

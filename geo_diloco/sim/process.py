@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 BACKLOG_MAX = 2_000
 KEEP_ALIVE_MS = (4_000, 10_000)
+STRANDED_MS = 10_000
+"""Until a process that can't follow the owner's reform begins again. A real one waits a minute, and ends."""
 """How long a connection to a process that does not answer lasts."""
 QUEUED_MAX = 64
 
@@ -93,6 +95,7 @@ class Process:
                 machine=f"host {host.index}",
                 jitter=world.clock.random.randrange(2**32),
                 updates_bytes_kept=world.plan.updates_bytes_kept,
+                entries_kept=world.plan.entries_kept,
             ),
         )
         self.links: dict[PeerId, Link] = {}
@@ -109,6 +112,7 @@ class Process:
         self._sought_link: Link | None = None
         self._hint: PeerId | None = None
         self._seeking = False
+        self._is_stranded = False
 
     @property
     def clock(self) -> Clockwork:
@@ -230,6 +234,17 @@ class Process:
             if self.alive and not isinstance(effect, Note):
                 self._do(effect)
         self._set_tick()
+        if self.core.election.stranded is not None and not self._is_stranded:
+            self._is_stranded = True
+            self.clock.after(STRANDED_MS, self._end_if_stranded)
+
+    def _end_if_stranded(self) -> None:
+        self._is_stranded = self.core.election.stranded is not None
+        if self.alive and self._is_stranded:
+            if self.frozen:
+                self.clock.after(STRANDED_MS, self._end_if_stranded)
+            else:
+                self.world.begin_again(self.host)
 
     def handle_after(self, ms: int, event: Event) -> None:
         self.clock.after(ms, lambda: self.handle(event))
@@ -423,6 +438,7 @@ class Process:
             opened=ledger.opened,
             whole_chain=self.host.plan.serves,
             amended=ledger.amended,
+            lineage=ledger.lineage,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from geo_diloco.manifest import ElectionSpec, StopSpec, SyncSpec
 from geo_diloco.protocol.amendments import Changes
+from geo_diloco.protocol.history import ENTRIES_KEPT
 from geo_diloco.sim.plans import FOR_GOOD_MS, FOUNDER, SYNCER, Fault, HostPlan, Odds, Plan
 from geo_diloco.sim.run import Outcome, Run, Violation
 
@@ -28,6 +29,7 @@ class Expected:
     participants: float | None = None
     amendments: int = 0
     pruned: int = 0
+    branches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ def _disappointment(outcome: Outcome, expected: Expected) -> str | None:
         return f"{outcome.num_amendments} amendments, expected {expected.amendments}"
     if outcome.num_pruned < expected.pruned:
         return f"{outcome.num_pruned} updates were let go of, expected {expected.pruned} or more"
+    if outcome.num_branches != expected.branches:
+        return f"{outcome.num_branches} branches, expected {expected.branches}"
     return None
 
 
@@ -93,6 +97,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         faults=faults,
         odds=Odds(**data.get("odds", {})),
         updates_bytes_kept=data.get("updates_bytes_kept"),
+        entries_kept=data.get("entries_kept", ENTRIES_KEPT),
         faults_until_ms=max(ends) + int(RECOVERY_S * 1000) if ends else 0,
     )
     expect = data["expect"]
@@ -103,6 +108,7 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         participants=expect.get("participants"),
         amendments=expect.get("amendments", 0),
         pruned=expect.get("pruned", 0),
+        branches=expect.get("branches", 1),
     )
     return Scenario(name=name, row=data["row"], plan=plan, expected=expected)
 

@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from geo_diloco.manifest import BranchId, Digest, MonoMs, PeerId, RunRules, Seq, Term, Version
 from geo_diloco.protocol.effects import Effect, Note
 from geo_diloco.protocol.events import Event, HandoverAsked, SnapshotLoaded
-from geo_diloco.protocol.messages import FragmentHead
+from geo_diloco.protocol.messages import FragmentHead, Reform
 from geo_diloco.protocol.peer import Peer
 from geo_diloco.sim.clock import Clockwork
 from geo_diloco.sim.disk import Disk
 from geo_diloco.sim.fakes import LAYOUT, SignedEntry, fake_digest, fake_peer
 from geo_diloco.sim.liar import LIAR, Liar
 from geo_diloco.sim.network import Network
-from geo_diloco.sim.owner import Amender
+from geo_diloco.sim.owner import Amender, Reformer, reform_if_stuck
 from geo_diloco.sim.plans import SYNCER, Fault, HostPlan, Plan
 from geo_diloco.sim.process import Process
 from geo_diloco.sim.work import Work
 
 FILM_LINES = 400
+OWNER_LOOKS_MS = (4_000, 8_000)
 EVENTS_PER_CHECK = 8
 """A core's own books are checked after one event in so many, which finds what is wrong a moment later..."""
 MANY_HOSTS = 16
@@ -82,6 +83,12 @@ class Watch:
     def ended(self, process: Process) -> None:
         """A process died or left."""
 
+    def began_again(self, host: Host) -> None:
+        """A host's folder was moved away."""
+
+    def abandoned(self, chain: list[SignedEntry]) -> None:
+        """The owner's reform left all behind that was durable after these."""
+
 
 class World:
     """Everything that the processes share."""
@@ -111,6 +118,10 @@ class World:
         self.bad_blobs: set[Digest] = set()
         self.entries: dict[Digest, SignedEntry] = {}
         """All that were ever sealed."""
+        self.lineages: dict[Digest, int] = {}
+        """Number of the reform behind an entry, as far as anybody asked (`checkers.lineage_at`)."""
+        self.lineage = 0
+        """Of what is durable."""
         self.film: deque[str] = deque(maxlen=FILM_LINES)
         self.num_events = 0
         self.events_per_check = max(EVENTS_PER_CHECK, len(self.hosts) // MANY_HOSTS)
@@ -259,6 +270,8 @@ class World:
             case "amend":
                 assert fault.changes is not None
                 Amender(self, fault.changes).go()
+            case "reform":
+                Reformer(self).go()
 
     def _after(self, fault: Fault, host: Host, back: Callable[[], None]) -> None:
         """When it is over; what lasts beyond the faults is for good."""
@@ -273,6 +286,16 @@ class World:
             self.clock.after(500, lambda: self._start_when_gone(host))
         else:
             self.start(host)
+
+    def begin_again(self, host: Host) -> None:
+        """What a process that can't follow the owner's reform asks for as it ends: its folder is moved away."""
+        if host.process is not None:
+            host.process.crash()
+        host.disk = Disk(enrolment=f"disk {host.index}, {host.starts}")
+        for watch in self.watches:
+            watch.began_again(host)
+        self.start(host)
+        self.clock.after(self.clock.between(OWNER_LOOKS_MS), lambda: reform_if_stuck(self))
 
     def heal(self) -> None:
         """Faults stop: links work, and whoever is not gone for good runs."""
@@ -306,7 +329,20 @@ class World:
         for watch in self.watches:
             watch.sealed(process, signed)
 
+    def reformed(self, signed: SignedEntry) -> None:
+        """The owner has signed it."""
+        header = signed.entry.header
+        self.film.append(f"{self.clock.now:>7} the owner reforms after {header.seq - 1}: {signed.entry}")
+        self.entries[signed.digest] = signed
+
+    def abandoned(self, chain: list[SignedEntry]) -> None:
+        self.film.append(f"{self.clock.now:>7} abandoned is all after entry {len(chain) - 1}")
+        for watch in self.watches:
+            watch.abandoned(chain)
+
     def durable(self, process: Process, signed: SignedEntry) -> None:
+        if isinstance(signed.entry, Reform):
+            self.lineage = signed.entry.lineage
         for watch in self.watches:
             watch.durable(process, signed)
 

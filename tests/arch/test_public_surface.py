@@ -54,6 +54,7 @@ COMMANDS: dict[str, list[str]] = {
     "status": ["--json"],
     "handover": ["--to"],
     "amend": ["--key", "--set", "--wait"],
+    "reform": ["--dry-run", "--electors", "--force", "--key", "--yes"],
     "export": ["--to"],
     "replay": ["--json"],
     "bench": [],

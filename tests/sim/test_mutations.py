@@ -288,6 +288,18 @@ def prunes_what_those_a_little_behind_want(patch: Patch) -> None:
     patch.setattr(Pruning, "_may_go", lambda self, updates: bool(updates) and (self.floor or -1) >= updates[0].seq)
 
 
+def keeps_what_a_reform_left_behind(patch: Patch) -> None:
+    patch.setattr(Chain, "_rewind", lambda self, to: [])
+
+
+def rewinds_the_ledger_but_not_the_state(patch: Patch) -> None:
+    patch.setattr(Fold, "rewind", lambda self, held, heads: [])
+
+
+def forgets_that_its_work_was_abandoned(patch: Patch) -> None:
+    patch.setattr(Learner, "_take_back", lambda self, account, merged: [])
+
+
 FOUNDER_ALONE: list[tuple[Mutation, str]] = [
     (closes_below_quorum, "fresh of|participants"),
     (counts_late_work_towards_the_quorum, "fresh of"),
@@ -330,6 +342,13 @@ AMENDED: list[tuple[Mutation, str]] = [
 ]
 
 
+REFORMED: list[tuple[Mutation, str]] = [
+    (keeps_what_a_reform_left_behind, "never ended|not live|folded another|is at|ALARM|never heard"),
+    (rewinds_the_ledger_but_not_the_state, "does not fit|another Theta|not durable|not of one moment|went from"),
+    (forgets_that_its_work_was_abandoned, "merged|trained"),
+]
+
+
 def names(mutations: list[tuple[Mutation, str]]) -> list[str]:
     return [each[0].__name__ for each in mutations]
 
@@ -365,6 +384,16 @@ def test_a_core_that_does_not_go_by_the_owners_word_is_found_out(
     mutate(monkeypatch)
     with pytest.raises(AssertionError) as caught:
         play(scenarios()["amended"], seed=0)
+    assert re.search(complaint, what_broke(caught.value)), what_broke(caught.value)
+
+
+@pytest.mark.parametrize(("mutate", "complaint"), REFORMED, ids=names(REFORMED))
+def test_a_core_that_does_not_leave_the_old_branch_is_found_out(
+    mutate: Mutation, complaint: str, monkeypatch: Patch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        play(scenarios()["reformed-on-an-old-head"], seed=0)
     assert re.search(complaint, what_broke(caught.value)), what_broke(caught.value)
 
 

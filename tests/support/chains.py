@@ -25,6 +25,7 @@ from geo_diloco.protocol.messages import (
     Open,
     Participant,
     Record,
+    Reform,
     RosterChange,
 )
 from geo_diloco.sim.fakes import LAYOUT, RUN, fake_digest, fake_peer
@@ -69,6 +70,7 @@ class ChainBuilder:
         self.events: list[EntryArrived] = []
         self.versions = [0] * len(num_elements)
         self.bases: list[Digest] = []
+        self.branch = BranchId("")
         self.term = 1
         self.syncer = FOUNDER
         self.roster: Roster = (FOUNDER_SEAT,)
@@ -94,7 +96,10 @@ class ChainBuilder:
         self.term = entry.header.term
         match entry:
             case Found():
+                self.branch = BranchId(event.digest)
                 self.bases = [event.digest for _ in self.num_elements]
+            case Reform():
+                self.branch, self.roster = BranchId(event.digest), entry.roster
             case Open():
                 self.syncer = entry.syncer
             case RosterChange():
@@ -106,7 +111,7 @@ class ChainBuilder:
     def header(self) -> EntryHeader:
         return EntryHeader(
             run=RUN,
-            branch=BranchId(self.events[0].digest if self.events else ""),
+            branch=self.branch,
             term=Term(self.term),
             seq=Seq(len(self.events)),
             prev=self.events[-1].digest if self.events else "",
@@ -217,6 +222,7 @@ class ChainBuilder:
             opened=ledger.opened,
             whole_chain=whole_chain,
             amended=ledger.amended,
+            lineage=ledger.lineage,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geo_diloco.manifest import MonoMs, PeerId, Term
-from geo_diloco.protocol.election.ballots import Ask, Head, Offer, Rank, SignedVote, Vote, majority
+from geo_diloco.protocol.election.ballots import Ask, Elector, Head, Offer, Rank, SignedVote, Vote, majority
 from geo_diloco.protocol.election.books import Books, Deadline
 from geo_diloco.protocol.election.voting import Verdict, text
 
@@ -62,6 +62,14 @@ class Candidacy:
         if len(self._offers) > OFFERS_MAX:
             others = [peer for peer in self._offers if not self._books.is_elector(peer)]
             del self._offers[others[0]]
+
+    def offers(self, now: MonoMs) -> tuple[tuple[Elector, Rank], ...]:
+        """Fresh ones, sorted by peer."""
+        return tuple(
+            (Elector(peer, each.offer.enrolment, each.offer.host, each.offer.address), each.offer.held)
+            for peer, each in sorted(self._offers.items())
+            if self._fresh(each, now)
+        )
 
     def offer(self, sender: PeerId, offer: Offer, now: MonoMs) -> None:
         """An elector is here; if its disk goes further than ours, it sends what we need."""

@@ -385,7 +385,7 @@ class Forks:
 
     def after(self, points: tuple[Head, ...]) -> tuple[Digest, ...]:
         """Digests to send to one who knows those entries: the rest of our best chain, then of our highest. If that
-        begins too late for them, the reform that began its branch comes first."""
+        does not continue what they have, the reform that began its branch comes first."""
         known = {point.digest for point in points}
         sent: dict[Digest, None] = {}
         for end in (self._best, self._chain[-1] if self._chain else None):
@@ -398,7 +398,7 @@ class Forks:
             if at is None and end is not None:
                 older, fits = self._settled_after(points)
                 path += reversed(older)
-            if self._planted is not None and not fits and end is not None:
+            if (points or self._planted is not None) and not fits and end is not None:
                 path += [each.digest for each in self._reforms.values() if each.lineage == end.head.rank.lineage]
             sent.update(dict.fromkeys(reversed(path)))
         return tuple(sent)[:SENT_MAX]
@@ -413,7 +413,7 @@ class Forks:
         """Drop what is older than `below` on the chain, but for its digests, and all that forks off before it. Only
         under the durable head. Returns what was dropped; entries that are `reform`s are needed on."""
         keep = self._at(below)
-        if keep is None or not keep.complete:
+        if keep is None or not keep.complete or below <= self._base:
             return ()
         kept: set[int] = set()
         waiting = [keep]

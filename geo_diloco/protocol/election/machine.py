@@ -106,6 +106,10 @@ class Election:
         """Of the entry there on the chain that counts; none if that is not known."""
         return self._books.forks.digest_at(seq)
 
+    def head_at(self, seq: Seq) -> Head | None:
+        """The same with its rank."""
+        return self._books.forks.head_at(seq)
+
     def based_on(self, digest: Digest) -> None:
         """A snapshot as of that entry is on this disk: no update up to it is needed any more."""
         self._books.forks.based_on(digest)
@@ -433,6 +437,9 @@ class Election:
             roster=tuple(elector.peer for elector in forks.roster),
             follows=None if follows is None else follows.peer,
             syncer=None if self.opened is None else (self.opened.syncer, self.opened.address),
+            seat=self._books.seat,
+            best=forks.best,
+            offers=self._candidacy.offers(now),
             candidacy=self._candidacy.reason if self._books.me.may_serve else "not admitted as syncer",
             vote=self._elector.vote_reason if bound is None else f"no vote: {bound}",
             append="" if service is None else service.why_not_append(now) or "",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from geo_diloco.manifest import BranchId, PeerId, Seq, Term
-from geo_diloco.protocol.election.ballots import Head, Rank
+from geo_diloco.protocol.election.ballots import Elector, Head, Rank
 
 ElectionRole = Literal["peer", "candidate", "syncer"]
 
@@ -25,6 +25,12 @@ class ElectionStatus:
     follows: PeerId | None
     syncer: tuple[PeerId, str] | None
     """Who serves the newest term that counts, as its `open` proves, and its address."""
+    seat: Elector
+    """This peer as an elector, whether it is one or not."""
+    best: Head
+    """The highest entry that is whole on its disk."""
+    offers: tuple[tuple[Elector, Rank], ...]
+    """Who has offered lately, and how far its disk goes."""
     candidacy: str
     """Why it asks, or does not."""
     vote: str

@@ -112,12 +112,16 @@ class Tenure:
         assert reform.roster
         if self._parted_since is None:
             self._parted_since = now
-        elif now - self._parted_since >= PARTED_MS and reform.lineage > books.record.lineage:
+        # An earlier process of this disk may have been in that branch, and left no snapshot of it.
+        entered = books.record.lineage >= reform.lineage
+        if now - self._parted_since < PARTED_MS or (entered and self.stranded is not None):
+            return
+        if not entered:
             self._yield(branch, reform.roster[0].peer, now)
             books.enter_branch(branch, reform.lineage, reform.term)
             self._elector.promise = None
-            self.stranded = f"nothing here connects to branch {branch[:8]}, which goes on"
-            books.note("chain", self.stranded, alarm=True)
+        self.stranded = f"nothing here connects to branch {branch[:8]}, which goes on"
+        books.note("chain", self.stranded, alarm=True)
 
     def somebody_serves(self, new: tuple[EntryFacts, ...], now: MonoMs) -> None:
         """A term as high as ours was opened by another: its syncer will be heard of soon."""

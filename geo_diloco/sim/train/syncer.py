@@ -188,6 +188,7 @@ class SyncerProcess(Process):
             roster_seq=ledger.roster_seq,
             opened=ledger.opened,
             amended=ledger.amended,
+            lineage=ledger.lineage,
         )
 
     def theta(self, fragment: FragmentId) -> bytes:

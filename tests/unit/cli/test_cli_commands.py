@@ -113,6 +113,10 @@ class FakeNode:
         rules |= {"eta": {"value": 0.7, "amended_at": None}, "minutes": {"value": 90.0, "amended_at": 7}}
         return {"number": 3, "given": ["quorum"], "rules": rules if wait else None}
 
+    def reform(self, run: str, electors: list[str], *, key: Any, dry_run: bool, force: bool, confirm: Any) -> str:
+        self.calls.append(("reform", run, electors, key, dry_run, force))
+        return "reformed" if dry_run or confirm("what is intended") else "nothing is reformed"
+
     def run_follower(self, invite: Invite, config: PeerConfig) -> int:
         self.calls.append(("follower", invite, config))
         return self.exit_status
@@ -145,6 +149,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
         "run_standby",
         "hand_over",
         "amend",
+        "reform",
         "fetch_status",
         "join",
         "export",
@@ -264,6 +269,17 @@ def test_only_who_can_be_syncer_can_keep_contributions(node: FakeNode) -> None:
         run("join", LOCAL.to_string(), "--keep-contributions")
     run("join", LOCAL.to_string(), "--keep-contributions", "--announce", "127.0.0.1")
     assert node.calls[0][2].keep_contributions
+
+
+def test_reform_shows_what_it_would_do_and_asks(node: FakeNode) -> None:
+    asked = CliRunner().invoke(
+        cli.app, ["reform", "a-run", "--electors", "ab, cd"], input="n\n", catch_exceptions=False
+    )
+    assert node.calls == [("reform", "a-run", ["ab", "cd"], None, False, False)]
+    assert "what is intended" in asked.stdout and asked.stdout.endswith("nothing is reformed\n")
+    assert run("reform", "a-run", "--electors", "all-live", "--yes").stdout == "what is intended\nreformed\n"
+    run("reform", "a-run", "--electors", "all-live", "--dry-run", "--force", "--key", "k.pem")
+    assert node.calls[-1] == ("reform", "a-run", ["all-live"], Path("k.pem"), True, True)
 
 
 def test_handover_names_the_folder_and_whom(node: FakeNode) -> None:

@@ -48,7 +48,8 @@ class Knowing:
         )
         self.folded: list[Entry] = []
         election = Election(me, ElectionRules(owner=FOUNDER), None, jitter=0)
-        self.chain = Chain(election, self._on_folded, Pruning(versions_kept=1, bytes_kept=0))
+        pruning = Pruning(versions_kept=1, bytes_kept=0)
+        self.chain = Chain(election, self._on_folded, lambda to: [], pruning, entries_kept=0)
         self.chain.load(builder.fork(loaded - 1).snapshot(whole_chain=whole_chain))
 
     def _on_folded(self, entry: Entry) -> None:

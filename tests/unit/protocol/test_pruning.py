@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from geo_diloco.manifest import Seq
+from geo_diloco.manifest import Digest, Seq
 from geo_diloco.protocol.messages import BlobRef, Commit
 from geo_diloco.protocol.pruning import Pruning
 from tests.support.chains import ChainBuilder
@@ -72,3 +72,28 @@ def test_bytes_that_a_later_commit_has_too_stay() -> None:
     pruning.snapshot_kept(Seq(99))
     pruning.snapshot_kept(Seq(99))
     assert pruning.due() == updates(made[1:5])
+
+
+def test_what_a_reform_left_behind_counts_no_more() -> None:
+    made = commits(8)
+    pruning = folded(made)
+    pruning.snapshot_kept(made[1].header.seq)
+    pruning.snapshot_kept(made[6].header.seq)
+    pruning.rewound(made[3].header.seq)
+    assert pruning.floor is None, "of two snapshots one is of what was left behind"
+    for commit in (again := [replace(each, update=BlobRef(Digest("f" * 64), SIZE)) for each in made[4:6]]):
+        pruning.folded(commit)
+    pruning.snapshot_kept(again[1].header.seq)
+    assert pruning.floor == made[1].header.seq
+    pruning.snapshot_kept(again[1].header.seq)
+    assert pruning.due() == updates(made[:4]), "and nothing of what was left behind"
+
+
+def test_two_snapshots_of_what_was_left_behind_are_none() -> None:
+    made = commits(8)
+    pruning = folded(made)
+    pruning.snapshot_kept(made[5].header.seq)
+    pruning.snapshot_kept(made[6].header.seq)
+    pruning.rewound(made[3].header.seq)
+    pruning.snapshot_kept(made[3].header.seq)
+    assert pruning.floor is None

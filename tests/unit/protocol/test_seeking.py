@@ -181,15 +181,15 @@ def test_entries_that_an_append_speaks_of_and_that_are_not_here_are_asked_for() 
 
 
 def test_a_snapshot_on_disk_stands_for_all_that_came_before_it() -> None:
-    chain = seated_chain()
-    chain.commit(0)
-    standing = Standing(chain)
-    standing.slow = frozenset({KeepEntry})
+    learning, chain = begun()
+    learning.slow = frozenset({KeepEntry})
+    before = learning.core.election.best.rank.seq
     commit = chain.commit(1)
-    standing.give(commit)
-    assert standing.core.election.best.rank.seq == 3
-    standing.give(SnapshotKept(commit.entry.header.seq))
-    assert standing.core.election.best.rank.seq == 4
+    learning.give(commit)
+    learning.durable(commit)
+    assert learning.core.ledger.seq == commit.entry.header.seq and learning.core.election.best.rank.seq == before
+    learning.give(SnapshotKept(commit.entry.header.seq))
+    assert learning.core.election.best.rank.seq == commit.entry.header.seq
 
 
 # ---- the end

@@ -13,7 +13,17 @@ from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, RunDirErr
 from geo_diloco.manifest import BootId, BranchId, Digest, MonoMs, RunId, Seq, Term
 from geo_diloco.protocol.amendments import UNSTRETCHED, Amended, AmendmentOrder, Changes
 from geo_diloco.protocol.election.ballots import Append, Elector, Head, PeerBoot, Rank, SignedVote, Vote
-from geo_diloco.protocol.messages import BlobRef, EntryHeader, Envelope, Found, Message, Open, Record, RosterChange
+from geo_diloco.protocol.messages import (
+    BlobRef,
+    EntryHeader,
+    Envelope,
+    Found,
+    Message,
+    Open,
+    Record,
+    Reform,
+    RosterChange,
+)
 from geo_diloco.runtime.chain import ChainCopy, counting_chain
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.proof import check_snapshot, read_proof
@@ -41,7 +51,7 @@ class Chain:
         prev = self.entries[-1].digest if self.entries else ""
         return EntryHeader(run=RUN, branch=self.branch, term=Term(term), seq=Seq(len(self.entries)), prev=prev)  # type: ignore[arg-type]
 
-    def add(self, entry: Found | Open | RosterChange | Record, by: Identity) -> Chain:
+    def add(self, entry: Found | Open | RosterChange | Record | Reform, by: Identity) -> Chain:
         self.entries.append(seal_entry(entry, by))
         self.branch = self.branch or BranchId(self.entries[0].digest)
         return self
@@ -97,8 +107,17 @@ def handed_over() -> Chain:
     return chain.open(2, SECOND, (SECOND, THIRD))
 
 
+def reformed(lineage: int = 1, by: Identity | None = None, *electors: Identity) -> Chain:
+    """After `handed_over` the founder goes on with the third alone, which is elected again."""
+    chain = handed_over()
+    roster = tuple(seat(each) for each in electors or (THIRD,))
+    chain.add(Reform(header=chain.header(1), lineage=lineage, roster=roster), by or FOUNDER)
+    chain.branch = BranchId(chain.entries[-1].digest)
+    return chain.open(2, THIRD, (THIRD,))
+
+
 def proof(chain: Chain) -> list[Signed]:
-    return [signed for signed in chain.entries if open_entry(signed).kind in ("found", "open", "roster")]
+    return [signed for signed in chain.entries if open_entry(signed).kind in ("found", "open", "roster", "reform")]
 
 
 # ---- proof
@@ -111,8 +130,40 @@ def test_a_proof_shows_who_was_made_syncer_by_whom() -> None:
     assert authority.roster_at(Seq(3)) == (2, (seat(FOUNDER), seat(SECOND), seat(THIRD)))
 
 
+def test_a_proof_goes_on_in_the_branch_that_the_owner_reformed() -> None:
+    chain = reformed()
+    authority = read_proof(proof(chain), run=RUN, founder=FOUNDER.peer_id)
+    assert (authority.lineage, authority.branch, authority.term) == (1, chain.branch, 2)
+    assert {term: opened.syncer for term, opened in authority.opened.items()} == {2: THIRD.peer_id}
+    seq, roster = authority.roster_at(Seq(5))
+    honest = replace(
+        snapshot(),
+        branch=chain.branch,
+        lineage=1,
+        term=Term(2),
+        seq=Seq(5),
+        roster=roster,
+        roster_seq=seq,
+        opened=authority.opened[Term(2)],
+    )
+    check_snapshot(seal_snapshot(honest, THIRD), honest, authority)
+    for lie in (replace(honest, lineage=0), replace(honest, branch=handed_over().branch)):
+        with pytest.raises(RemoteProtocolError):
+            check_snapshot(seal_snapshot(lie, THIRD), lie, authority)
+
+
+def test_what_counts_of_a_log_is_the_branch_of_the_latest_reform() -> None:
+    chain = reformed()
+    longer = handed_over().record(2, SECOND).record(2, SECOND).record(2, SECOND)
+    log = {signed.digest: open_entry(signed) for signed in (*longer.entries, *chain.entries)}
+    assert [digest for digest, _ in counting_chain(log.items())] == [signed.digest for signed in chain.entries]
+
+
 WRONG: dict[str, Callable[[], list[Signed]]] = {
     "nothing": lambda: [],
+    "a reform by a syncer": lambda: reformed(1, SECOND).entries,
+    "a reform of no number": lambda: reformed(0).entries,
+    "votes of who is elector no more": lambda: reformed(1, FOUNDER, SECOND).entries,
     "another founder": lambda: Chain().found(LIAR).entries,
     "a minority": lambda: handed_over().open(3, LIAR, (SECOND,)).entries,
     "votes of strangers": lambda: handed_over().open(3, LIAR, (LIAR, OTHER)).entries,

@@ -75,13 +75,13 @@ def test_what_the_runs_owner_orders_a_syncers_own_key_can_not(tmp_path: Path) ->
 
     async def talk(it: Served) -> None:
         it.port.runs_owner = owner.peer_id
-        wish = replace(ORDER, wish="amend", amendment="as signed")
+        wish = replace(ORDER, wish="amend", signed="as signed")
         for key, order in ((it.identity, wish), (owner, ORDER)):
             with pytest.raises(TransferRefused, match="signed by another key"):
                 await give_order(it.session, it.url, lambda n, o=order, k=key: seal_order(replace(o, nonce=n), k))
         assert it.port.orders == []
         await give_order(it.session, it.url, lambda nonce: seal_order(replace(wish, nonce=nonce), owner))
-        assert [(order.wish, order.amendment) for order in it.port.orders] == [("amend", "as signed")]
+        assert [(order.wish, order.signed) for order in it.port.orders] == [("amend", "as signed")]
 
     with_server(tmp_path, talk)
 

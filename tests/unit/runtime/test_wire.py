@@ -55,6 +55,7 @@ from geo_diloco.protocol.messages import (
     LeftOut,
     Message,
     Progress,
+    Reform,
     RoundOpen,
     Sampled,
     Welcome,
@@ -143,7 +144,7 @@ def test_every_entry_arrives_as_it_was_sealed() -> None:
         roster=(Elector(ME.peer_id, "ab", "machine"),),
     )
     finished = Finished(header=header(), reason="tokens", tokens_total=5)
-    for entry in (found, opening(ME.peer_id), commit(ME.peer_id), record(1, D1), amendment(), finished):
+    for entry in (found, opening(ME.peer_id), commit(ME.peer_id), record(1, D1), amendment(), reform(), finished):
         signed = wire.seal_entry(entry, ME)
         again = Signed.from_line(signed.to_line())
         assert wire.open_entry(again) == entry
@@ -231,6 +232,10 @@ def amendment(**changed: Any) -> Amendment:
         header=header(), owner=OWNER.peer_id, number=1, changes=CHANGES, stretch=UNSTRETCHED, order=order()
     )
     return replace(plain, **changed)
+
+
+def reform() -> Reform:
+    return Reform(header=header(), lineage=1, roster=(Elector(ME.peer_id, "ab", "machine", "127.0.0.1:1"),))
 
 
 def of_another_purpose() -> str:

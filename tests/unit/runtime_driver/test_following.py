@@ -370,6 +370,7 @@ def standing(it: Peer, version: int, head: Commit | None) -> Standing:
         roster_seq=Seq(0),
         opened=Opened(ME.peer_id, BOOT, "", ()),
         amended=(),
+        lineage=0,
         num_commits=version,
     )
 
@@ -428,6 +429,7 @@ def snapshot_of(it: Peer, commits: list[Commit]) -> Snapshot:
         roster_seq=Seq(0),
         opened=Opened(ME.peer_id, BOOT, "", ()),
         amended=(),
+        lineage=0,
     )
 
 

@@ -68,6 +68,7 @@ class Shelved:
             roster_seq=Seq(0),
             opened=Opened(ME.peer_id, BootId("3" * 16), "a:1", ()),
             amended=(),
+            lineage=0,
             num_commits=0,
         )
         return replace(made, **changed)
@@ -136,6 +137,35 @@ def test_what_is_written_is_restored_and_what_is_not_durable_never_was(it: Shelv
     assert again.shelf.newest_for(P0, Version(0)) == written.snapshot
     it.shelf.hurry()
     assert it.shelf.is_due(0)
+
+
+def test_what_a_reform_has_left_behind_is_not_restored(it: Shelved) -> None:
+    """Its seq is the higher one."""
+    for seq in (7, 8):
+        it.set_theta(float(seq))
+        it.shelf.write(it.shelf.make(it.standing(seq)))
+    it.set_theta(1.0)
+    goes_on = it.shelf.make(it.standing(5, lineage=1, term=Term(2)))
+    it.shelf.write(goes_on)
+    assert Shelved(it.root).shelf.restore() == goes_on.snapshot
+    it.set_theta(2.0)
+    later = it.shelf.make(it.standing(6, lineage=1, term=Term(2)))
+    it.shelf.write(later)
+    assert Shelved(it.root).shelf.restore() == later.snapshot
+
+
+def test_one_is_due_when_the_chain_has_gone_back(it: Shelved) -> None:
+    it.outer.load_fragment(
+        P0,
+        Version(100),
+        theta=bytes(4 * N),
+        momentum=bytes(4 * N),
+        state_digest=fragment_digest(torch.zeros(N)),
+        momentum_digest=fragment_digest(torch.zeros(N)),
+    )
+    heads = (replace(it.standing().heads[0], version=Version(100)),)
+    it.shelf.write(it.shelf.make(it.standing(1, heads=heads)))
+    assert not it.shelf.is_due(100) and it.shelf.is_due(99)
 
 
 def test_a_ledger_that_is_finished_is_one_entry_too_far() -> None:

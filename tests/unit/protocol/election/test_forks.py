@@ -338,6 +338,15 @@ def test_a_forgotten_reform_is_still_shown_to_who_can_not_be_fitted_on() -> None
     assert (taken.parted, taken.gap) == (new.entries[4], True)
 
 
+def test_a_reform_is_shown_first_to_who_continues_nothing_that_we_have() -> None:
+    """Or a long chain would never get as far as that."""
+    _, new = reformed()
+    forks, stranger = tree(new), Head(Rank(0, Term(1), Seq(2)), Digest("f" * 64))
+    digests = [entry.digest for entry in new.entries]
+    assert forks.after((stranger,)) == (digests[4], *digests[:4], *digests[5:])
+    assert forks.after(()) == tuple(digests), "who has nothing yet takes all in order"
+
+
 def test_a_strangers_reform_parts_nobody() -> None:
     old, new = reformed()
     other = tree(old)

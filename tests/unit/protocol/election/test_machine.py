@@ -392,6 +392,14 @@ def test_who_remembers_too_little_to_follow_a_reform_leaves_its_branch_after_a_w
     assert again.machine.stranded is None
     again.take(new)
     assert again.machine.best == new.head
+    late = Bench(A, start=3, record=bench.machine.record, chain=chain)
+    assert late.machine.forget(Seq(4))
+    late.give(EntriesArrived(C, new.facts()))
+    assert late.machine.stranded is None
+    late.wait(PARTED_MS)
+    late.give(EntriesArrived(C, new.facts()))
+    assert late.machine.stranded is not None, "its snapshots are of the branch that it left"
+    assert not any("connects" in each for each in notes(late.give(EntriesArrived(C, new.facts())))), "said once"
 
 
 def test_who_lacks_what_lies_between_leaves_too_and_is_back_when_it_connects() -> None:

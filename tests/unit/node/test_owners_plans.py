@@ -1,0 +1,174 @@
+"""What the owner's commands make of what peers say: which electors, on which head, which changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geo_diloco.errors import ConfigError, InviteError, ManifestError, RunDirError
+from geo_diloco.manifest import CodecSpec, PeerId, RunManifest
+from geo_diloco.node.amending import _changes, _named
+from geo_diloco.node.owning import owned
+from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present
+from geo_diloco.protocol.amendments import Changes
+from geo_diloco.runtime.identity import Identity
+from geo_diloco.runtime.invite import Invite
+
+A, B, C, D = (letter * 64 for letter in "abcd")
+MANIFEST = replace(RunManifest(), model=replace(RunManifest().model, config={"model_type": "llama"}))
+RULES: dict[str, Any] = {
+    "commits": {"value": 0, "amended_at": None},
+    "tokens": {"value": 0, "amended_at": None},
+    "minutes": {"value": 5.0, "amended_at": None},
+    "eta": {"value": 0.7, "amended_at": None},
+    "mu": {"value": 0.5, "amended_at": None},
+    "quorum": {"value": 2, "amended_at": 7},
+    "grace": {"value": True, "amended_at": None},
+    "grace_gamma": {"value": 0.5, "amended_at": None},
+    "codec_up": {"value": "int4:128", "amended_at": 7},
+    "codec_down": {"value": "int4:64", "amended_at": None},
+}
+
+
+def status(
+    peer: str, *, seq: int, held: int | None = None, lineage: int = 0, host: str = "", **more: Any
+) -> dict[str, Any]:
+    """Of a peer that answers, with a roster of three."""
+    election = {
+        "seat": {"peer": peer, "enrolment": f"disk {peer[0]}", "host": host or peer[0], "address": f"{peer[0]}:1"},
+        "best": [lineage, 3, seq, f"{seq:064d}"],
+        "held": [lineage, 3, seq if held is None else held],
+        "offers": [],
+        "roster": [A, B, C],
+    }
+    return {"role": "follower", "election": election | more}
+
+
+def offer(peer: str, *, seq: int) -> dict[str, Any]:
+    return {"peer": peer, "enrolment": f"disk {peer[0]}", "host": peer[0], "address": "", "held": [0, 3, seq]}
+
+
+def intended(
+    statuses: dict[str, dict[str, Any]],
+    *electors: str,
+    offers: tuple[dict[str, Any], ...] = (),
+    one_machine: bool = False,
+) -> Intended:
+    present = _present(statuses, {each["peer"]: each for each in offers})
+    return _intended(statuses, present, list(electors), one_machine=one_machine)
+
+
+# ---- reform
+
+
+def test_the_best_head_that_can_be_served_is_the_parent() -> None:
+    found = intended({"u1": status(A, seq=10), "u2": status(D, seq=12)}, ALL_LIVE, offers=(offer(B, seq=14),))
+    assert found.parent[0].seq == 12 and found.parent[1] == f"{12:064d}"
+    assert [each.elector.peer for each in found.roster] == [A, D, B]
+    assert (found.gone, found.num_old, found.lineage) == ((C,), 3, 1)
+    assert "bbbbbbbb holds more than that entry" in found.text()
+
+
+def test_reforms_are_counted_from_the_highest_anybody_has_heard_of() -> None:
+    found = intended({"u1": status(A, seq=10, lineage=2), "u2": status(D, seq=12)}, ALL_LIVE)
+    assert (found.lineage, found.parent[0].lineage) == (3, 2)
+
+
+def test_all_live_is_an_odd_number_on_different_machines() -> None:
+    three = {"u1": status(A, seq=1), "u2": status(B, seq=1, host="a"), "u3": status(D, seq=1)}
+    assert [each.elector.peer for each in intended(three, ALL_LIVE).roster] == [A]
+    assert len(intended(three, ALL_LIVE, one_machine=True).roster) == 3
+
+
+def test_electors_are_named_by_the_beginning_of_their_id() -> None:
+    here = {"u1": status(A, seq=10), "u2": status(D, seq=12)}
+    assert [each.elector.peer for each in intended(here, "dd").roster] == [D]
+    assert intended(here, "aa").parent[0].seq == 10
+    for name in ("", "c", "x"):
+        with pytest.raises(ConfigError, match=r"names 0 of the peers that are here, aaaaaaaa, dddddddd"):
+            intended(here, name)
+
+
+def test_somebody_must_be_able_to_serve() -> None:
+    with pytest.raises(ConfigError, match="at least one must be reachable"):
+        intended({"u1": status(A, seq=10)}, "bb", offers=(offer(B, seq=10),))
+
+
+# ---- amend
+
+
+def changes(*settings: str) -> Changes:
+    return _changes([_named(each) for each in settings], {"rules": RULES}, MANIFEST)
+
+
+def test_settings_become_changes() -> None:
+    assert changes("quorum=1", "sync.grace=off", "outer.eta=0.5") == Changes(quorum=1, grace=False, eta=0.5)
+    assert changes("minutes=90", "stop.commits=7") == Changes(minutes=90.0, commits=7)
+
+
+def test_a_codec_keeps_its_block_unless_another_is_named() -> None:
+    assert changes("codec_up=int8") == Changes(codec_up=CodecSpec(name="int8", block=128))
+    assert changes("codec.down=bf16:32") == Changes(codec_down=CodecSpec(name="bf16", block=32))
+
+
+@pytest.mark.parametrize("setting", ["inner.learning_rate=1", "quorum", "=2", "lockstep=true", "sync.num_fragments=3"])
+def test_nothing_else_can_be_amended(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"only commits, tokens, minutes, eta, mu, quorum, grace, .* can be amended"):
+        changes(setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("quorum=two", "--set quorum=two: a number is wanted"),
+        ("quorum=1.5", "a number is wanted"),
+        ("grace=maybe", "on or off is wanted"),
+        ("codec_up=int8:x", "a codec, as int8 or int8:64 is wanted"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(setting: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        changes(setting)
+
+
+@pytest.mark.parametrize(
+    "setting", ["quorum=0", "eta=0", "mu=1", "codec_up=zip", "codec_up=int8:48", "grace_gamma=nan"]
+)
+def test_a_value_that_no_manifest_may_have_is_refused(setting: str) -> None:
+    with pytest.raises(ManifestError, match=r"^--set: "):
+        changes(setting)
+
+
+def test_a_run_whose_schedule_goes_by_the_token_budget_keeps_one() -> None:
+    own = replace(MANIFEST, inner=replace(MANIFEST.inner, schedule_by="own"), stop=replace(MANIFEST.stop, tokens=100))
+    with pytest.raises(ManifestError, match="schedule_by"):
+        _changes([("tokens", "0")], {"rules": RULES}, own)
+
+
+# ---- whose run
+
+
+def test_the_owner_is_known_by_a_run_directory_or_by_a_key(tmp_path: Path) -> None:
+    invite = Invite(run=MANIFEST.run_id(), bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",)).to_string()
+    key = tmp_path / "key.pem"
+    identity = Identity.load_or_create(key)
+    (tmp_path / "invite.txt").write_text(invite + "\n")
+    for run in (owned(str(tmp_path), None), owned(invite, key)):
+        assert (run.identity.peer_id, run.run) == (identity.peer_id, MANIFEST.run_id())
+    with pytest.raises(ConfigError, match="an invite alone has no key"):
+        owned(invite, None)
+    with pytest.raises(ConfigError, match="is no file"):
+        owned(invite, tmp_path / "none.pem")
+    with pytest.raises(InviteError):
+        owned(str(tmp_path / "nothing"), key)
+    (tmp_path / "invite.txt").unlink()
+    with pytest.raises(RunDirError, match=r"no invite\.txt in it"):
+        owned(str(tmp_path), None)
+
+
+def test_nobody_is_here_twice() -> None:
+    found = _present({"u1": status(A, seq=3)}, {A: offer(A, seq=9)})
+    assert list(found) == [PeerId(A)] and found[PeerId(A)].url == "u1"
