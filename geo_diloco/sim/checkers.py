@@ -162,7 +162,9 @@ class BranchChecker(Watch):
         assert record.lineage >= self._entered[record.enrolment], (
             f"host {process.host.index} went from branch {self._entered[record.enrolment]} to {record.lineage}"
         )
-        self._entered[record.enrolment] = record.lineage
+        if process.disk.vote is not None and process.disk.vote.enrolment == record.enrolment:
+            # What is not on its disk yet it has told nobody.
+            self._entered[record.enrolment] = process.disk.vote.lineage
 
     def sealed(self, process: Process, signed: SignedEntry) -> None:
         if isinstance(signed.entry, Open):
