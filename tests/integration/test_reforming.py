@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from geo_diloco.errors import ConfigError
-from geo_diloco.node import reform, replay
+from geo_diloco.node import amend, reform, replay
 from geo_diloco.protocol.messages import Commit, Reform
 
 from .test_failover import ElectedRun
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900), pytest.mark.slo
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[ElectedRun]:
-    made = ElectedRun(tmp_path, num_commits=60)
+    made = ElectedRun(tmp_path, num_commits=1000)
     yield made
     made.close()
 
@@ -44,6 +44,8 @@ def test_the_owner_goes_on_without_most_electors(run: ElectedRun) -> None:
     run.wait(lambda: run.commits() > before + 2, "commits in the new branch")
     run.start_founder()
     run.wait(lambda: run.status_of(run.root / "founder").get("lineage") == 1, "the founder, back in the new branch")
+    end = run.commits() + 60
+    amend(str(left), [f"stop.commits={end}"], key=key)
     run.wait_ended()
     assert [learner.returncode for learner in run.learners.values()] == [0, 0]
     run.standbys.pop(1)
@@ -52,5 +54,5 @@ def test_the_owner_goes_on_without_most_electors(run: ElectedRun) -> None:
     for folder in run.folders():
         entries = run.entries_of(folder)
         assert [entry.lineage for entry in entries if isinstance(entry, Reform)] == [1]
-        assert sum(isinstance(entry, Commit) for entry in entries) == 60
+        assert sum(isinstance(entry, Commit) for entry in entries) == end
         assert replay(folder / "tape.jsonl").divergence is None
