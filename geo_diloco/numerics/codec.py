@@ -149,16 +149,6 @@ def inspect(frame: Bytes) -> FrameHeader:
     return _with_table(view, _read_header(view))
 
 
-def frame_size_max(num_elements: int) -> int:
-    """No valid frame of that many elements, whatever its codec, is longer: for admission before an upload."""
-    num_chunks = _num_chunks(num_elements)
-    if num_chunks == 0:
-        return 0
-    last = num_elements - (num_chunks - 1) * CHUNK_ELEMENTS
-    raw = (num_chunks - 1) * _compressed_max(4 * CHUNK_ELEMENTS) + _compressed_max(4 * last)
-    return _HEADER.size + raw + num_chunks * 2 * (4 + _compressed_max(0))
-
-
 # ---- chunks ------------------------------------------------------------------------------------------------------
 
 

@@ -46,13 +46,6 @@ class MergeResult:
     num_degenerate: int
 
 
-def token_weight(tokens: int, steps: int) -> float:
-    """tokens * (tokens / steps): many tokens count, and so do large steps; 0 without a step. Not normalised."""
-    if tokens <= 0 or steps <= 0:
-        return 0.0
-    return tokens * (tokens / steps)
-
-
 def outer_gradient(delta: Tensor, *, form: LateForm, drift: Tensor | None) -> Tensor:
     """A learner's outer gradient from its decoded delta d.
 

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from geo_diloco.manifest import BootId, MonoMs, PeerId, SyncSpec
+from geo_diloco.manifest import BootId, MonoMs, PeerId
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
 from geo_diloco.protocol.schedule import MICRO
 from geo_diloco.protocol.status import LearnerStatus
@@ -98,8 +98,7 @@ class _Share:
 class Membership:
     """All peers the syncer has met in this term, in sorted order wherever they are iterated."""
 
-    def __init__(self, sync: SyncSpec, num_shares: int) -> None:
-        self._sync = sync
+    def __init__(self, num_shares: int) -> None:
         self._members: dict[PeerId, Member] = {}
         self._gone: dict[PeerId, Member] = {}
         """Not connected."""

@@ -66,7 +66,7 @@ class Syncer:
         self._office, self._rules = office, rules
         self._sync = rules.sync
         self._ledger = ledger
-        self._membership = Membership(rules.sync, rules.num_shares)
+        self._membership = Membership(rules.num_shares)
         self._holdings = Holdings(ledger, rules.sync)
         self._crediting = Crediting(rules, ledger, self._membership)
         self._rounds = OpenRounds(rules, ledger, self._membership, self._holdings, self._crediting)

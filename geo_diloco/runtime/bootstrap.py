@@ -11,10 +11,8 @@ from pathlib import Path
 
 from geo_diloco.runtime.dht import Directory
 
-DEFAULT_PORT = 31330
-"""TCP port of a bootstrap's DHT side."""
 DEFAULT_HTTP_PORT = 31340
-"""TCP port of a peer's HTTP side, named here beside the other so that both are documented in one place."""
+"""TCP port of a peer's HTTP side."""
 
 
 async def run_bootstrap(

@@ -16,20 +16,23 @@ class StoreFullError(BlobError):
     """No room, on the disk or for unfinished pieces; the same call may succeed later."""
 
 
-def atomic_write(path: Path, data: bytes | memoryview, *, mode: int = 0o644) -> None:
-    """Write a file that is there with all of `data` or, after a crash at any moment, as it was before."""
+def atomic_write(path: Path, data: bytes | memoryview, *, mode: int = 0o644, syncs: bool = True) -> None:
+    """Write a file that is there with all of `data` or, after a crash at any moment, as it was before. Without `syncs`
+    that is so if the process dies, and nothing waits for the disk."""
     draft = draft_path(path)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if syncs:
+                os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    if syncs:
+        fsync_folder(path.parent)
 
 
 def draft_path(path: Path) -> Path:

@@ -55,7 +55,7 @@ class Quota:
         if self._path is None:
             return
         try:
-            atomic_write(self._path, json.dumps({"day": self._day, "bytes": self._used}).encode())
+            atomic_write(self._path, json.dumps({"day": self._day, "bytes": self._used}).encode(), syncs=False)
         except OSError:
             return
 

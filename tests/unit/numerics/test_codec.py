@@ -16,8 +16,9 @@ from hypothesis.extra import numpy as hnp
 
 from geo_diloco.errors import FrameLayoutError, ManifestError, NonFiniteFrame
 from geo_diloco.manifest import CodecName, CodecSpec, Digest
-from geo_diloco.numerics.codec import decode, encode, frame_size_max, inspect
+from geo_diloco.numerics.codec import decode, encode, inspect
 from geo_diloco.numerics.quantize import BLOCK_SIZES, CHUNK_ELEMENTS
+from geo_diloco.protocol.admission import blob_size_max
 
 LAYOUT = Digest("0123456789abcdef" * 4)
 QMAX = {"int8": 127, "int4": 7}
@@ -36,7 +37,7 @@ ORDINARY = st.floats(-1000, 1000, width=32)
 
 def round_trip(vector: torch.Tensor, spec: CodecSpec) -> torch.Tensor:
     frame = encode(vector, spec, layout_digest=LAYOUT, fragment=3)
-    assert len(frame) <= frame_size_max(len(vector))
+    assert len(frame) <= blob_size_max(len(vector))
     return decode(frame, num_elements=len(vector), layout_digest=LAYOUT, fragment=3, spec=spec)
 
 
@@ -220,9 +221,7 @@ def test_no_frame_is_longer_than_the_admitted_size(num_elements: int) -> None:
     noise &= 0xBFFFFFFF  # no exponent of all ones: finite, and as incompressible as it gets
     vector = torch.from_numpy(noise.view(np.float32))
     for spec in [*ALL_SPECS, CodecSpec(name="int8", block=16)]:
-        assert len(encode(vector, spec, layout_digest=LAYOUT, fragment=0)) <= frame_size_max(num_elements)
-    assert frame_size_max(num_elements) <= 4 * num_elements * 1.01 + 400
-    assert frame_size_max(0) == 0
+        assert len(encode(vector, spec, layout_digest=LAYOUT, fragment=0)) <= blob_size_max(num_elements)
 
 
 @pytest.mark.parametrize(

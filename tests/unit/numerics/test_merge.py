@@ -15,7 +15,7 @@ from torch import Tensor
 from geo_diloco.errors import LayoutError, LocalProtocolError, NonFiniteFrame
 from geo_diloco.manifest import MergeRule
 from geo_diloco.numerics.fragments import Layout, TensorSpec
-from geo_diloco.numerics.merge import MergeResult, StreamingMerge, l2_norm, outer_gradient, quick_norm, token_weight
+from geo_diloco.numerics.merge import MergeResult, StreamingMerge, l2_norm, outer_gradient, quick_norm
 
 
 def flat_layout(*sizes: int, embeddings: tuple[int, ...] = ()) -> Layout:
@@ -43,13 +43,6 @@ def reference_rda(gradients: list[np.ndarray], weights: list[float]) -> np.ndarr
     zero = np.zeros_like(gradients[0])
     direction = sum((w * (g / n if n else zero) for w, g, n in zip(weights, gradients, lengths, strict=True)), zero)
     return radius * direction / np.linalg.norm(direction)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "steps", "weight"), [(10, 2, 50.0), (10, 1, 100.0), (0, 5, 0.0), (10, 0, 0.0), (0, 0, 0.0), (3, 2, 4.5)]
-)
-def test_the_token_weight_is_tokens_times_tokens_per_step(tokens: int, steps: int, weight: float) -> None:
-    assert token_weight(tokens, steps) == weight
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq, SyncSpec
+from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq
 from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, Member, Membership, moving_average
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
 from geo_diloco.sim.fakes import LAYOUT
@@ -32,7 +32,7 @@ def at(ms: int) -> MonoMs:
 
 
 def membership(num_shares: int = 2) -> Membership:
-    return Membership(SyncSpec(), num_shares)
+    return Membership(num_shares)
 
 
 def join(members: Membership, peer: PeerId, ms: int = 0, boot: BootId = BOOT, hello: Hello = HELLO) -> Member:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq, SyncSpec
+from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq
 from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, LIVE_STEPS, Membership
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
 from geo_diloco.sim.fakes import LAYOUT
@@ -44,7 +44,7 @@ class Members(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1_000
-        self.members = Membership(SyncSpec(), NUM_SHARES)
+        self.members = Membership(NUM_SHARES)
         self.connected: set[PeerId] = set()
         self.gone_at: dict[PeerId, int] = {}
         self.heard_at: dict[PeerId, int] = {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from geo_diloco.manifest import MonoMs, PeerId, SyncSpec
+from geo_diloco.manifest import MonoMs, PeerId
 from geo_diloco.protocol.effects import Effect, ForgetBlob
 from geo_diloco.protocol.events import Disconnected, MergeFailed, StopRequested
 from geo_diloco.protocol.membership import (
@@ -55,7 +55,7 @@ def test_a_share_that_nobody_can_hold_is_not_believed(lie: dict[str, int]) -> No
 
 
 def test_a_claimed_cursor_beyond_reason_is_not_handed_on() -> None:
-    members = Membership(SyncSpec(), 1)
+    members = Membership(1)
     members.hello(ANN, BOOT, hello(), MonoMs(0))
     members.merged(ANN, CURSOR_MAX + 1)
     members.left(ANN, MonoMs(1))
