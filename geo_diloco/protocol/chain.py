@@ -1,9 +1,10 @@
-"""The chain at one peer: which entries are known, which count, which are durable, and what is folded.
+"""The chain at one peer: which entries count, which are durable, and what is folded.
 
 Three things that must agree are kept together here: the election (it says which chain counts, and on an elector or
 syncer what is durable), the ledger and the fold of the outer state. **Only what is durable reaches ledger and fold.**
 So whatever a peer has adopted is on the chain of every later syncer, and nothing is ever taken back. Entries beyond
-the durable head are kept, and their updates fetched, so that nothing is left to wait for when they become durable.
+the durable head are kept (`tail.py`), and their updates fetched, so that nothing is left to wait for when they become
+durable.
 
 Methods return effects and `News` in the order in which they are to be carried out.
 """
@@ -50,11 +51,9 @@ from geo_diloco.protocol.events import (
 from geo_diloco.protocol.fold import Fold, Step
 from geo_diloco.protocol.history import ENTRIES_KEPT, History
 from geo_diloco.protocol.ledger import NO_SEQ, Ledger, facts_of
-from geo_diloco.protocol.messages import Commit, Entry, Found, Open, Reform
+from geo_diloco.protocol.messages import Commit, Entry, Found, Open
 from geo_diloco.protocol.pruning import Pruning
-
-TAIL_MAX = 4096
-"""Entries kept beyond the durable head. No syncer goes that far; who is that far behind asks again."""
+from geo_diloco.protocol.tail import Tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +94,15 @@ class Chain:
         self.ledger = Ledger(only=remembers)
         """Of what is durable."""
         self.fold = Fold()
-        self._entries: dict[Digest, Entry] = {}
+        self._tail = Tail(self.ledger)
         """Known, not on the ledger."""
-        self._stored: set[Digest] = set()
-        """Of those: record and update are on disk."""
-        self._updates: dict[Digest, Commit] = {}
-        """Commits whose update is not stored yet."""
         self._durable: Head | None = None
         """Known to be durable; the ledger gets there when all entries are here."""
-        self._contained: list[Version] = []
-        """Per fragment: the version that the outer state came with."""
         self._loading: list[EntryArrived] | None = []
         """What this disk has, until all of it is given."""
         self._root: Root | None = None
         self._entries_kept = entries_kept
         self._history = History(self.ledger.copy(), entries_kept=entries_kept)
-        self._parted: EntryArrived | None = None
-        """The owner's reform, on top of entries that are still to come."""
         self._asked_at: Digest | None = None
         """Our head when a gap was last asked to be filled."""
 
@@ -119,7 +110,8 @@ class Chain:
 
     def found(self, event: FoundRun, now: MonoMs) -> Outcome:
         """This peer founds the run: it holds Theta_0."""
-        self._begin_fold([Version(0)] * len(event.num_elements))
+        self.fold.start([Version(0)] * len(event.num_elements))
+        self._pruning.start(len(event.num_elements))
         self._loading = None
         return [*self._elect(Started((), ()), now), *self._elect(FoundingAsked(), now)]
 
@@ -127,7 +119,8 @@ class Chain:
         """The outer state stands there."""
         rank = Rank(snapshot.lineage, snapshot.term, snapshot.seq)
         self._durable = Head(rank, snapshot.head_digest)
-        self._begin_fold([head.version for head in snapshot.heads])
+        self.fold.start([head.version for head in snapshot.heads])
+        self._pruning.start(len(snapshot.heads))
         if not snapshot.whole_chain:
             assert snapshot.opened is not None
             self.ledger.load(snapshot)
@@ -143,21 +136,15 @@ class Chain:
         self.election.based_on(snapshot.head_digest)
         self._pruning.snapshot_kept(snapshot.seq)
 
-    def _begin_fold(self, versions: list[Version]) -> None:
-        self._contained = versions
-        self.fold.start(len(versions))
-        self._pruning.start(len(versions))
-
     def loaded(self, now: MonoMs) -> Outcome:
         """All that this disk has was given."""
         given, self._loading = self._loading or [], None
         facts = tuple(facts_of(each.entry, each.digest, each.signer) for each in given)
-        self._entries = {each.digest: each.entry for each in given}
-        self._stored = {each.digest for each in given if each.stored}
+        self._tail.load(given)
         stored = tuple(each.digest for each in given if each.stored)
         outcome = [*self._elect(Started(facts, stored, self._root), now), *self._leave_abandoned(), *self._advance()]
-        missing = [each.digest for each in given if not each.stored and each.digest in self._entries]
-        return [*outcome, *(item for digest in missing for item in self._keep(digest))]
+        missing = [each.digest for each in given if not each.stored and each.digest in self._tail]
+        return [*outcome, *(self._keep(digest) for digest in missing)]
 
     # -- entries --------------------------------------------------------------------------------------------------
 
@@ -166,31 +153,24 @@ class Chain:
         if self._loading is not None:
             self._loading.append(event)
             return []
-        if event.digest in self._entries or self.election.knows(event.digest):
+        tail, entry = self._tail, event.entry
+        if event.digest in tail or self.election.knows(event.digest):
             return []
-        seq, reforms = event.entry.header.seq, self._reforms(event.entry)
-        leads_there = self._parted is not None and self._history.floor < seq < self._parted.entry.header.seq
-        if not reforms and not leads_there and not self.ledger.seq < seq <= self._durable_seq + TAIL_MAX:
+        if not tail.wants(entry, durable=self._durable_seq, floor=self._history.floor):
             return []
-        knows_prev = isinstance(event.entry, Found) or self.election.knows(Digest(event.entry.header.prev))
-        if not reforms and not knows_prev:
+        reforms = tail.goes_before(entry)
+        if not reforms and not isinstance(entry, Found) and not self.election.knows(Digest(entry.header.prev)):
             return self._fill_gap()
-        self._entries[event.digest] = event.entry
-        facts = facts_of(event.entry, event.digest, event.signer)
+        tail.add(event.digest, entry)
+        facts = facts_of(entry, event.digest, event.signer)
         outcome = self._elect(EntriesArrived(event.signer, (facts,)), now)
         if not self.election.knows(event.digest):
-            del self._entries[event.digest]
-            self._parted = event if reforms else self._parted
+            tail.drop(event.digest)
+            if reforms:
+                tail.part(event)
         outcome += self._advance()
-        parted = self._parted
-        if parted is not None and event.digest == parted.entry.header.prev:
-            self._parted = None
-            outcome += self.arrived(parted, now)
-        return outcome
-
-    def _reforms(self, entry: Entry) -> bool:
-        """Whether it begins a branch that goes before ours."""
-        return isinstance(entry, Reform) and entry.lineage > self.ledger.lineage
+        joined = tail.joined(event.digest)
+        return outcome if joined is None else outcome + self.arrived(joined, now)
 
     def _fill_gap(self) -> Outcome:
         head = self.election.head.digest
@@ -209,17 +189,15 @@ class Chain:
 
     def sealed(self, entry: Entry, digest: Digest, signer: PeerId, now: MonoMs) -> Outcome:
         """An entry of ours is on disk."""
-        self._entries[digest] = entry
-        self._stored.add(digest)
+        self._tail.add(digest, entry)
+        self._tail.stored(digest)
         outcome = self._elect(EntrySealed(facts_of(entry, digest, signer)), now)
         if not self.election.knows(digest):
-            self._drop(digest)
+            self._tail.drop(digest)
         return outcome
 
     def stored(self, event: EntryStored, now: MonoMs) -> Outcome:
-        commit = self._updates.pop(event.digest, None)
-        if event.digest in self._entries:
-            self._stored.add(event.digest)
+        commit = self._tail.stored(event.digest)
         folded: Outcome = [] if commit is None else [*self.fold.stored(commit)]
         return [*folded, *self._elect(event, now)]
 
@@ -227,11 +205,11 @@ class Chain:
         """Nobody has it any more. What is not durable yet its syncer has: that is asked for again. What is durable and
         not folded yet, because entries are still to come, may be pruned everywhere: it is asked for again when folded.
         """
-        commit = self._updates.pop(event.digest, None)
+        commit = self._tail.lost(event.digest)
         if commit is None:
             return []
-        if event.digest in self._entries:
-            return self._keep(event.digest) if commit.header.seq > self._durable_seq else []
+        if event.digest in self._tail:
+            return [self._keep(event.digest)] if commit.header.seq > self._durable_seq else []
         return [*self.fold.lost(commit, event.reason)]
 
     def kept(self, event: SnapshotKept) -> Outcome:
@@ -255,7 +233,7 @@ class Chain:
 
     def _between(self, after: Seq, until: Seq) -> list[tuple[Entry, Digest]]:
         digests = [self.election.digest_at(Seq(seq)) for seq in range(after + 1, until + 1)]
-        return [(self._entries[digest], digest) for digest in digests if digest is not None]
+        return [(self._tail[digest], digest) for digest in digests if digest is not None]
 
     @property
     def _durable_seq(self) -> Seq:
@@ -281,9 +259,9 @@ class Chain:
         outcome: Outcome = []
         while self.ledger.seq < durable.rank.seq:
             digest = self.election.digest_at(Seq(self.ledger.seq + 1))
-            if digest is None or digest not in self._entries:
+            if digest is None or digest not in self._tail:
                 return [*outcome, *self._fill_gap()]
-            entry = self._entries[digest]
+            entry = self._tail[digest]
             why_not = self.ledger.why_not(entry)
             if why_not is not None:
                 return [*outcome, Note("chain", f"ALARM: a durable entry can't be folded: {why_not}", "error")]
@@ -293,35 +271,21 @@ class Chain:
             if isinstance(entry, Commit):
                 self._pruning.folded(entry)
             outcome += self._fold(entry, digest)
-            self._drop(digest)
-        self._drop_old()
+            self._tail.drop(digest)
+        self._tail.settle()
         return outcome
 
     def _fold(self, entry: Entry, digest: Digest) -> Outcome:
         if isinstance(entry, Open):
             return [*self.fold.revert([head.version for head in self.ledger.heads])]
-        if not isinstance(entry, Commit) or entry.version <= self._contained[entry.fragment]:
+        if not isinstance(entry, Commit) or self.fold.contains(entry):
             return []
-        step, effects = self.fold.durable(entry, digest, stored=digest in self._stored)
-        outcome: Outcome = [*effects] if step is None else [step, *effects]
-        if digest not in self._stored and digest not in self._updates:
+        stored = self._tail.is_stored(digest)
+        outcome = self._reached(*self.fold.durable(entry, digest, stored=stored))
+        if not stored and not self._tail.awaits(digest):
             # Nobody had its update when it was not durable yet: now somebody may.
-            self._updates[digest] = entry
-            outcome.append(KeepEntry(digest, entry.update))
+            outcome.append(self._keep(digest))
         return outcome
-
-    def _drop(self, digest: Digest) -> None:
-        self._entries.pop(digest, None)
-        self._stored.discard(digest)
-
-    def _drop_old(self) -> None:
-        """Entries of other chains, at places that are decided."""
-        if self._parted is not None and self._reforms(self._parted.entry):
-            return  # some of them may lead to what goes on
-        self._parted = None
-        for digest in [d for d, entry in self._entries.items() if entry.header.seq <= self.ledger.seq]:
-            self._drop(digest)
-            self._updates.pop(digest, None)
 
     # -- back -----------------------------------------------------------------------------------------------------
 
@@ -340,9 +304,6 @@ class Chain:
         again, left = self._history.back(to)
         self._pruning.rewound(to)
         self.ledger.become(again)
-        self._contained = [
-            min(version, head.version) for version, head in zip(self._contained, again.heads, strict=True)
-        ]
         commits = sum(isinstance(entry, Commit) for entry in left)
         text = f"abandoned by the owner's reform: {len(left)} entries after {to}, {commits} of them commits"
         return [Note("chain", text, "warning"), *self._on_rewound(to), *self.fold.rewind(held, again.heads)]
@@ -352,22 +313,13 @@ class Chain:
         durable = self._durable
         if durable is None or self.election.digest_at(durable.rank.seq) in (durable.digest, None):
             return []
-        forks = [
-            entry.header.seq - 1
-            for digest, entry in self._entries.items()
-            if isinstance(entry, Reform) and self.election.digest_at(entry.header.seq) == digest
-        ]
-        at = min((seq for seq in forks if seq < durable.rank.seq), default=None)
+        ours = (each for digest, each in self._tail.reforms() if self.election.digest_at(each.header.seq) == digest)
+        at = min((seq for each in ours if (seq := each.header.seq - 1) < durable.rank.seq), default=None)
         if at is None:
             return []
-        held, versions = list(self._contained), [Version(0) for _ in self._contained]
-        for entry, _ in self._between(NO_SEQ, Seq(at)):
-            if isinstance(entry, Commit):
-                versions[entry.fragment] = entry.version
-        self._contained = [min(one, other) for one, other in zip(held, versions, strict=True)]
         self._durable = self.election.head_at(Seq(at))
         outcome = self._advance()
-        return [*outcome, *self.fold.rewind(held, self.ledger.heads)]
+        return [*outcome, *self.fold.rewind(self.fold.contained, self.ledger.heads)]
 
     # -- outer state ----------------------------------------------------------------------------------------------
 
@@ -420,18 +372,16 @@ class Chain:
 
     def _take(self, digest: Digest) -> Outcome:
         """The election found it valid."""
-        entry, outcome = self._entries[digest], self._keep(digest)
+        entry = self._tail[digest]
+        outcome: Outcome = [self._keep(digest)]
         if isinstance(entry, Open) and self.election.head.digest == digest:
             outcome.append(SyncerChanged(entry.header.term, entry.syncer, entry.address))
         return outcome
 
-    def _keep(self, digest: Digest) -> Outcome:
+    def _keep(self, digest: Digest) -> KeepEntry:
         """Have record and update on disk, unless the outer state came with it."""
-        entry = self._entries[digest]
-        if not isinstance(entry, Commit) or entry.version <= self._contained[entry.fragment]:
-            return [KeepEntry(digest, None)]
-        self._updates[digest] = entry
-        return [KeepEntry(digest, entry.update)]
+        entry = self._tail[digest]
+        return self._tail.keep(digest, update=isinstance(entry, Commit) and not self.fold.contains(entry))
 
     # -- where we stand -------------------------------------------------------------------------------------------
 

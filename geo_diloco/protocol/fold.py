@@ -56,10 +56,17 @@ class Fold:
 
     def __init__(self) -> None:
         self._pipelines: list[_Pipeline] = []
+        self.contained: tuple[Version, ...] = ()
+        """Per fragment: the version that the outer state came with."""
 
-    def start(self, num_fragments: int) -> None:
-        """The outer state is there: one pipeline per fragment."""
-        self._pipelines = [_Pipeline() for _ in range(num_fragments)]
+    def start(self, versions: Sequence[Version]) -> None:
+        """The outer state is there, at these versions: one pipeline per fragment."""
+        self._pipelines = [_Pipeline() for _ in versions]
+        self.contained = tuple(versions)
+
+    def contains(self, commit: Commit) -> bool:
+        """Whether the outer state came with it."""
+        return commit.version <= self.contained[commit.fragment]
 
     def pending(self) -> int:
         """Durable commits that are not folded yet."""
@@ -93,6 +100,7 @@ class Fold:
         """The owner's reform left the newest commits behind: the ledger stood at versions `held`, and is at `heads`.
         What the outer state has of them is replaced."""
         effects: list[Effect] = []
+        self.contained = tuple(min(one, head.version) for one, head in zip(self.contained, heads, strict=True))
         for p, (pipeline, head) in enumerate(zip(self._pipelines, heads, strict=True)):
             reached = pipeline.commits[0].version - 1 if pipeline.commits else held[p]
             ahead = bool(pipeline.ahead) or reached + pipeline.applying > head.version

@@ -1,47 +1,41 @@
-"""What a learner decides: when to sample, what to hand in first, what to adopt, and where its tokens are.
+"""What a learner decides: when to sample and what to hand in, and what each decision means for its books.
 
 The training thread only reports inner-step boundaries and obeys; the books (`accounts.py`) are kept here. A learner
-never waits for anyone: it samples when a round asks and it has something new to show, uploads one contribution at a
-time (newest round first), and adopts versions in order. One undecided contribution per fragment: it samples p again
-only after the earlier one was merged or refused.
+never waits for anyone: it samples when a round asks and it has something new to show, hands that in (`uploads.py`), and
+adopts versions in order (`adoptions.py`). One undecided contribution per fragment: it samples p again only after the
+earlier one was merged or refused.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from geo_diloco.manifest import BranchId, Digest, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
+from geo_diloco.manifest import FragmentId, MonoMs, PeerId, RunRules, Seq, Term
 from geo_diloco.protocol.accounts import Account
-from geo_diloco.protocol.amendments import Amended
+from geo_diloco.protocol.adoptions import Adoptions
 from geo_diloco.protocol.effects import (
-    Adopt,
     Effect,
     ForgetBlob,
     Note,
     PersistAccounts,
-    Reset,
     Send,
     StartTraining,
     TakeSample,
     TokensDropped,
-    TokensMerged,
     Upload,
 )
-from geo_diloco.protocol.election.ballots import Elector, Opened
 from geo_diloco.protocol.events import (
     Adopted,
     DeltaEncoded,
     Resumed,
     SampleTaken,
     Saved,
-    SnapshotLoaded,
     StepDone,
     UploadDone,
     UploadFailed,
 )
 from geo_diloco.protocol.fold import Step
-from geo_diloco.protocol.ledger import NO_SEQ, Ledger, head_of, id_of
+from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import (
     Allotment,
     BlobRef,
@@ -50,52 +44,17 @@ from geo_diloco.protocol.messages import (
     ContributionId,
     Decision,
     Entry,
-    FragmentHead,
     Message,
-    Participant,
     Progress,
     RoundOpen,
     Sampled,
     Welcome,
 )
+from geo_diloco.protocol.resume_point import ResumePoint
 from geo_diloco.protocol.status import FragmentTokens
+from geo_diloco.protocol.uploads import Uploads
 
 PROGRESS_EVERY_MS = 1000
-MERGED_REMEMBERED = 4096
-"""Commits with work of ours that could be taken back."""
-CARRY_ALL = 1e30
-"""As length of the others' deltas: nothing of the carry is cut."""
-
-
-@dataclass(slots=True)
-class _Adoption:
-    """An adoption ordered from the training thread: what it will mean for the books."""
-
-    step: Step
-    taken: tuple[Participant, ...]
-    """Our participations in its commits, oldest first."""
-    remembered: bool
-    """Whether all we took part with is the contribution in our books."""
-    abandoned: bool = False
-    """Its commits were left behind by the owner's reform before the training thread got there."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """The chain after one entry."""
-
-    term: Term
-    seq: Seq
-    head_digest: Digest
-    tokens_per_fragment: tuple[int, ...]
-    progress: float
-    roster: tuple[Elector, ...]
-    roster_seq: Seq
-    opened: Opened | None
-    amended: tuple[Amended, ...]
-    lineage: int
-    branch: BranchId
-    commit: tuple[FragmentId, Version] | None
 
 
 class Learner:
@@ -114,7 +73,6 @@ class Learner:
         self._cursor = 0
         self._step_time_us = 0
         self._loss: float | None = None
-        self._upload_rate = 0
         self._progress_at: MonoMs | None = None
         self._syncer: PeerId | None = None
         """Set while welcomed on a control connection."""
@@ -126,20 +84,9 @@ class Learner:
         self._collect_at: dict[FragmentId, str] = {}
         self._sampling: dict[FragmentId, RoundOpen] = {}
         self._encoding: dict[FragmentId, tuple[RoundOpen, Contribution]] = {}
-        self._uploading: BlobRef | None = None
-        self._uploads: list[Contribution] = []
-        self._overtaken: dict[BlobRef, int] = {}
-        """How often each queued upload was passed over."""
-        self._adoptions: list[deque[_Adoption]] = []
-        self._adopted_heads: list[FragmentHead] = []
-        self._taken: list[dict[ContributionId, Version]] = []
-        """Own work that commits on our ledger took, and the version they made, until that is adopted."""
-        self._unadopted: deque[_Position] = deque()
-        """Entries not known to be adopted yet, oldest first, and where the chain stood with each."""
-        self._merged: deque[tuple[Seq, FragmentId, int]] = deque(maxlen=MERGED_REMEMBERED)
-        """Tokens of ours that commits took, by their seq: if they are abandoned, so is that work."""
-        self._floor = _Position(Term(0), NO_SEQ, Digest(""), (), 0.0, (), NO_SEQ, None, (), 0, BranchId(""), None)
-        """The newest position up to which every commit is adopted: where a checkpoint resumes."""
+        self._uploads = Uploads()
+        self._adoptions = Adoptions(peer, ledger)
+        self._resume_point = ResumePoint(ledger)
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -148,10 +95,9 @@ class Learner:
         self.accounts = [
             Account(FragmentId(p), adopted_version=head.version) for p, head in enumerate(self._ledger.heads)
         ]
-        self._adoptions = [deque() for _ in self.accounts]
-        self._adopted_heads = list(self._ledger.heads)
-        self._taken = [{} for _ in self.accounts]
-        self._floor = self._position(None)
+        self._uploads.start(len(self.accounts))
+        self._adoptions.start()
+        self._resume_point.start()
 
     def resumed(self, event: Resumed) -> list[Effect]:
         self.step, self.tokens, self._base_tokens = event.step, event.tokens, event.tokens
@@ -189,7 +135,7 @@ class Learner:
             if account.undecided is not None and account.undecided.contribution is not None:
                 account.undecided.uploaded = False
                 effects.append(self._send(account.undecided.contribution))
-        self._uploads = self._undecided()
+        self._uploads.begin_again(self._undecided())
         return effects + self._next_upload()
 
     def _skip_merged(self, merged_until: tuple[int, ...]) -> None:
@@ -251,7 +197,9 @@ class Learner:
         if account.adopted_version > asked.version:
             del self._asked[fragment]
             return []
-        if account.adopted_version < asked.version or self._adoptions[fragment] or self.step <= account.adopted_step:
+        if account.adopted_version < asked.version or self._adoptions.is_ordered(fragment):
+            return []
+        if self.step <= account.adopted_step:
             return []
         if self.step < self._again_at.get(fragment, 0):
             return []
@@ -266,8 +214,9 @@ class Learner:
         self._boundary(event.step, event.tokens, event.cursor)
         steps, tokens = event.step - account.adopted_step, event.tokens - account.adopted_tokens
         undecided = account.sample(event.step, event.tokens)
+        base = self._adoptions.heads[event.fragment].base
         draft = Contribution(
-            id=ContributionId(self._peer, event.fragment, self._adopted_heads[event.fragment].base, event.step),
+            id=ContributionId(self._peer, event.fragment, base, event.step),
             round=asked.round,
             attempt=asked.attempt,
             base_version=account.adopted_version,
@@ -276,7 +225,7 @@ class Learner:
             tokens=tokens,
             tokens_unmerged=undecided.tokens,
             cursor=event.cursor,
-            blob=BlobRef(self._adopted_heads[event.fragment].base, 0),
+            blob=BlobRef(base, 0),
         )
         self._encoding[event.fragment] = (asked, draft)
         return self._tell(Sampled(round=asked.round, fragment=event.fragment, attempt=asked.attempt))
@@ -290,41 +239,26 @@ class Learner:
         undecided.contribution = contribution
         if self._syncer is None:
             return []
-        self._queue_upload(contribution)
+        self._uploads.add(contribution)
         return [self._send(contribution), *self._next_upload()]
 
     # -- uploads --------------------------------------------------------------------------------------------------
 
-    def _queue_upload(self, contribution: Contribution) -> None:
-        if all(queued.blob != contribution.blob for queued in self._uploads) and self._uploading != contribution.blob:
-            self._uploads.append(contribution)
-
     def _next_upload(self) -> list[Effect]:
-        """One at a time, newest round first; one that runs is finished. What was overtaken once per fragment goes
-        before: on a link that is always behind, a round that lacks its quorum is an old one, and would always lose."""
-        if self._uploading is not None or not self._uploads or self._syncer is None:
-            return []
-        overtaken = {queued.blob: self._overtaken.get(queued.blob, 0) for queued in self._uploads}
-        waited = [queued for queued in self._uploads if overtaken[queued.blob] >= len(self.accounts)]
-        chosen = waited[0] if waited else max(self._uploads, key=lambda queued: (queued.round, queued.id.last_step))
-        self._uploads.remove(chosen)
-        self._overtaken = {queued.blob: overtaken[queued.blob] + 1 for queued in self._uploads}
-        self._uploading = chosen.blob
-        return [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
+        chosen = None if self._syncer is None else self._uploads.next()
+        return [] if chosen is None else [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
 
     def upload_done(self, event: UploadDone) -> list[Effect]:
-        if event.bytes_per_s > 0:
-            self._upload_rate = (
-                event.bytes_per_s if self._upload_rate == 0 else (4 * self._upload_rate + event.bytes_per_s) // 5
-            )
         for account in self.accounts:
             if account.undecided is not None and account.contribution_blob() == event.blob:
                 account.undecided.uploaded = True
-        return self._upload_over(event.blob)
+        self._uploads.done(event)
+        return self._next_upload()
 
     def upload_failed(self, event: UploadFailed) -> list[Effect]:
         note = Note("upload", f"upload of {event.blob.digest[:12]} failed: {event.reason}", "warning")
-        return [note, *self._upload_over(event.blob)]
+        self._uploads.over(event.blob)
+        return [note, *self._next_upload()]
 
     def _hand_in_again(self) -> list[Effect]:
         """What is neither uploaded nor on its way: its upload failed, so it is announced and tried again."""
@@ -334,22 +268,16 @@ class Learner:
             if undecided is None or undecided.contribution is None or undecided.uploaded:
                 continue
             contribution = undecided.contribution
-            on_its_way = self._uploading == contribution.blob or contribution in self._uploads
-            if not on_its_way and not self._merged_already(account, contribution):
+            if not self._uploads.holds(contribution) and not self._adoptions.has_taken(contribution.id):
                 effects.append(self._send(contribution))
-                self._queue_upload(contribution)
+                self._uploads.add(contribution)
         return effects + self._next_upload()
-
-    def _upload_over(self, blob: BlobRef) -> list[Effect]:
-        if self._uploading == blob:
-            self._uploading = None
-        return self._next_upload()
 
     def handing_in(self) -> bool:
         """Whether sampled work is still on its way to the syncer."""
         if self._syncer is None:
             return False
-        return bool(self._encoding or self._uploads or self._uploading is not None)
+        return bool(self._encoding) or not self._uploads.is_idle
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
@@ -360,168 +288,49 @@ class Learner:
             return []
         if undecided.contribution.id != message.id or message.verdict != "refused":
             return []
-        if self._merged_already(account, undecided.contribution):
-            return []
+        if self._adoptions.has_taken(message.id):
+            return []  # the chain outranks a refusal
         blob = undecided.contribution.blob
         dropped = account.refuse()
         self._again_at[account.fragment] = self.step + self._sync.interval_steps
-        self._uploads = [queued for queued in self._uploads if queued.blob != blob]
+        self._uploads.let_go(blob)
         note = Note("contribution", f"fragment {account.fragment} refused, carried on: {message.reason}")
-        effects: list[Effect] = [*dropped, ForgetBlob(blob), note, *self._upload_over(blob)]
+        effects: list[Effect] = [*dropped, ForgetBlob(blob), note, *self._next_upload()]
         return effects + self._sample_if_ready(account.fragment)
-
-    def _merged_already(self, account: Account, contribution: Contribution) -> bool:
-        """A commit that takes it is on our chain already, only not adopted yet: that outranks a refusal. The
-        ledger's own memory does not reach as far back as one who was away for long may need."""
-        return contribution.id in self._taken[account.fragment]
 
     # -- adoption -------------------------------------------------------------------------------------------------
 
+    def entry_taken(self, entry: Entry) -> None:
+        """An entry is new on our ledger."""
+        if isinstance(entry, Commit):
+            self._adoptions.folded(entry)
+        self._resume_point.folded(entry)
+
     def reached(self, step: Step) -> list[Effect]:
         """The fold reached a version: order its adoption."""
-        fragment = step.fragment
-        undecided = self.accounts[fragment].undecided
-        mine = tuple(taken for commit in step.commits for taken in commit.participants if taken.peer == self._peer)
-        contribution = None if undecided is None else undecided.contribution
-        known = None if contribution is None else contribution.id
-        remembered = all(id_of(taken, fragment) == known for taken in mine)
-        self._adoptions[fragment].append(_Adoption(step, mine, remembered))
-        if not remembered:
-            return [Reset(fragment, step.version)]
-        if not step.commits:
-            return [Adopt(fragment, step.version, None, CARRY_ALL)]
-        blob = contribution.blob if mine and contribution is not None else None
-        return [Adopt(fragment, step.version, blob, step.commits[-1].rbar)]
+        undecided = self.accounts[step.fragment].undecided
+        return self._adoptions.reached(step, None if undecided is None else undecided.contribution)
 
     def adopted(self, event: Adopted) -> list[Effect]:
-        queue = self._adoptions[event.fragment]
-        if not queue or queue[0].step.version != event.version:
+        adoption = self._adoptions.done(event.fragment, event.version)
+        if adoption is None:
             return [Note("adopt", f"adoption of version {event.version} was not asked for", "error")]
-        adoption = queue.popleft()
         account = self.accounts[event.fragment]
         self._boundary(event.step, event.tokens, None)
-        if adoption.step.commits and not adoption.abandoned:
-            self._adopted_heads[event.fragment] = head_of(adoption.step.commits[-1], adoption.step.base)
-            self._taken[event.fragment] = {
-                claim: version for claim, version in self._taken[event.fragment].items() if version > event.version
-            }
-        effects = self._book(account, adoption, event)
-        self._move_floor()
-        return effects + self._sample_if_ready(event.fragment)
-
-    def _book(self, account: Account, adoption: _Adoption, event: Adopted) -> list[Effect]:
-        taken = adoption.taken
-        if adoption.abandoned:
-            return self._book_abandoned(account, adoption, event)
-        for commit in adoption.step.commits:
-            mine = sum(each.tokens_unmerged for each in commit.participants if each.peer == self._peer)
-            if mine:
-                self._merged.append((commit.header.seq, account.fragment, mine))
-        if not taken:
-            return list(account.adopt(event.version, event.step, event.tokens, event.scale_ppm))
-        forget: list[Effect] = []
-        if (blob := account.contribution_blob()) is not None:
-            self._uploads = [queued for queued in self._uploads if queued.blob != blob]
-            forget = [ForgetBlob(blob), *self._upload_over(blob)]
-        if adoption.remembered:
-            credited = sum(each.tokens_unmerged for each in taken)
-            merged, dropped = account.merge(event.version, event.step, event.tokens, event.scale_ppm, credited)
-            return [TokensMerged(account.fragment, event.version, merged), *dropped, *forget]
-        merged, last_step = sum(each.tokens_unmerged for each in taken), taken[-1].last_step
-        corrections = account.restart(event.version, event.step, event.tokens, merged=merged, last_step=last_step)
-        return [TokensMerged(account.fragment, event.version, merged), *corrections, *forget]
-
-    def _book_abandoned(self, account: Account, adoption: _Adoption, event: Adopted) -> list[Effect]:
-        """Adopted after all, on the way back to what goes on: what its commits took of ours is in nobody's Theta."""
-        effects = self._book(account, replace(adoption, abandoned=False), event)
-        merged = sum(each.tokens for each in effects if isinstance(each, TokensMerged))
-        self._merged = deque((each for each in self._merged if each[0] <= self._ledger.seq), maxlen=MERGED_REMEMBERED)
-        account.adopted_version = self._adopted_heads[account.fragment].version
-        return [*effects, *self._take_back(account, merged)]
-
-    def _take_back(self, account: Account, merged: int) -> list[Effect]:
-        if not merged:
-            return []
-        account.merged -= merged
-        fragment = account.fragment
-        return [TokensMerged(fragment, account.adopted_version, -merged), TokensDropped(fragment, merged, "abandoned")]
+        blob = account.contribution_blob() if adoption.taken else None
+        booked, over = self._adoptions.book(adoption, account, event), list[Effect]()
+        if blob is not None:
+            self._uploads.let_go(blob)
+            over = [ForgetBlob(blob), *self._next_upload()]
+        taken_back = self._adoptions.take_back(account, booked) if adoption.abandoned else []
+        self._resume_point.adopted(self._adoptions.heads)
+        return [*booked, *over, *taken_back, *self._sample_if_ready(event.fragment)]
 
     def rewound(self, to: Seq) -> list[Effect]:
-        """The owner's reform left behind what came after `to`, and our ledger is back there. Fragments that differ are
-        on their way and what the replica carries stays; work that the abandoned commits took is lost with them."""
-        self._unadopted = deque(each for each in self._unadopted if each.seq <= to)
-        if self._floor.seq > to:
-            self._floor = self._position(None)
-        effects: list[Effect] = []
-        for account, head in zip(self.accounts, self._ledger.heads, strict=True):
-            p = account.fragment
-            for adoption in self._adoptions[p]:
-                adoption.abandoned = adoption.abandoned or adoption.step.version > head.version
-            if account.adopted_version > head.version:
-                self._adopted_heads[p], account.adopted_version = head, head.version
-            self._asked.pop(p, None)
-            self._taken[p] = {claim: version for claim, version in self._taken[p].items() if version <= head.version}
-            effects += self._take_back(account, sum(n for seq, q, n in self._merged if q == p and seq > to))
-        self._merged = deque((each for each in self._merged if each[0] <= to), maxlen=MERGED_REMEMBERED)
-        return effects
-
-    def entry_taken(self, entry: Entry) -> None:
-        """An entry is new on our ledger. No checkpoint resumes beyond the last commit of a run: that it is finished is
-        for whoever resumes to hear from the chain."""
-        if isinstance(entry, Commit):
-            for each in entry.participants:
-                if each.peer == self._peer:
-                    self._taken[entry.fragment][id_of(each, entry.fragment)] = entry.version
-        if self._ledger.finished is not None:
-            return
-        commit = (entry.fragment, entry.version) if isinstance(entry, Commit) else None
-        self._unadopted.append(self._position(commit))
-
-    def _position(self, commit: tuple[FragmentId, Version] | None) -> _Position:
-        ledger = self._ledger
-        return _Position(
-            term=ledger.term,
-            seq=ledger.seq,
-            head_digest=ledger.head_digest,
-            tokens_per_fragment=tuple(ledger.tokens),
-            progress=ledger.progress,
-            roster=ledger.roster,
-            roster_seq=ledger.roster_seq,
-            opened=ledger.opened,
-            amended=ledger.amended,
-            lineage=ledger.lineage,
-            branch=ledger.branch,
-            commit=commit,
-        )
-
-    def _move_floor(self) -> None:
-        """To the newest position with no unadopted commit before it."""
-        while self._unadopted:
-            commit = self._unadopted[0].commit
-            if commit is not None and self._adopted_heads[commit[0]].version < commit[1]:
-                break
-            self._floor = self._unadopted.popleft()
-
-    def _resume_at(self) -> SnapshotLoaded:
-        """Commits after it that are adopted already are in `heads`: the ledger passes over them."""
-        self._move_floor()
-        assert self._floor.opened is not None
-        return SnapshotLoaded(
-            branch=self._floor.branch,
-            term=self._floor.term,
-            seq=self._floor.seq,
-            head_digest=self._floor.head_digest,
-            heads=tuple(self._adopted_heads),
-            num_elements=self._ledger.num_elements,
-            layout_digest=self._ledger.layout_digest,
-            tokens_per_fragment=self._floor.tokens_per_fragment,
-            progress=self._floor.progress,
-            roster=self._floor.roster,
-            roster_seq=self._floor.roster_seq,
-            opened=self._floor.opened,
-            amended=self._floor.amended,
-            lineage=self._floor.lineage,
-        )
+        """The owner's reform left behind what came after `to`, and our ledger is back there."""
+        self._asked.clear()
+        self._resume_point.rewound(to)
+        return self._adoptions.rewound(to, self.accounts)
 
     # -- inner steps ----------------------------------------------------------------------------------------------
 
@@ -543,7 +352,7 @@ class Learner:
             step=self.step,
             tokens=self.tokens,
             step_time_us=self._step_time_us,
-            upload_bytes_per_s=self._upload_rate,
+            upload_bytes_per_s=self._uploads.bytes_per_s,
             loss=self._loss,
             cursor=self._cursor,
         )
@@ -560,7 +369,7 @@ class Learner:
                 save=event.save,
                 step=event.step,
                 tokens=event.tokens,
-                resume_at=self._resume_at(),
+                resume_at=self._resume_point.snapshot(self._adoptions.heads),
                 accounts=tuple(account.saved(event.tokens) for account in self.accounts),
             )
         ]

@@ -18,6 +18,7 @@ from geo_diloco.protocol import open_rounds as open_rounds_module
 from geo_diloco.protocol import rounds as rounds_module
 from geo_diloco.protocol import serving as serving_module
 from geo_diloco.protocol.accounts import Account
+from geo_diloco.protocol.adoptions import Adoptions
 from geo_diloco.protocol.amending import Amending
 from geo_diloco.protocol.chain import Chain
 from geo_diloco.protocol.effects import Adopt, Reset, SeekSyncer
@@ -31,6 +32,7 @@ from geo_diloco.protocol.open_rounds import OpenRounds
 from geo_diloco.protocol.peer import Peer
 from geo_diloco.protocol.pruning import Pruning
 from geo_diloco.protocol.quorum import Decision, decide
+from geo_diloco.protocol.resume_point import ResumePoint
 from geo_diloco.protocol.serving import Serving
 from geo_diloco.protocol.syncer import Syncer
 from geo_diloco.sim.drawn import drawn_plan
@@ -137,12 +139,12 @@ def saves_books_without_the_unencoded_sample(patch: Patch) -> None:
 
 
 def resumes_after_what_was_never_adopted(patch: Patch) -> None:
-    honest = Learner._resume_at
+    honest = ResumePoint.snapshot
 
-    def eager(self: Any) -> Any:
-        return replace(honest(self), seq=self._ledger.seq, head_digest=self._ledger.head_digest)
+    def eager(self: Any, heads: Any) -> Any:
+        return replace(honest(self, heads), seq=self._ledger.seq, head_digest=self._ledger.head_digest)
 
-    patch.setattr(Learner, "_resume_at", eager)
+    patch.setattr(ResumePoint, "snapshot", eager)
 
 
 def applies_updates_as_they_come(patch: Patch) -> None:
@@ -157,15 +159,15 @@ def applies_updates_as_they_come(patch: Patch) -> None:
 
 
 def keeps_an_upload_slot_for_a_dead_upload(patch: Patch) -> None:
-    honest = Learner._book
+    honest = Learner.adopted
 
-    def book(self: Any, *args: Any) -> Any:
-        uploading = self._uploading
-        effects = honest(self, *args)
-        self._uploading = uploading
+    def adopted(self: Any, event: Any) -> Any:
+        under_way = self._uploads._under_way
+        effects = honest(self, event)
+        self._uploads._under_way = under_way
         return effects
 
-    patch.setattr(Learner, "_book", book)
+    patch.setattr(Learner, "adopted", adopted)
 
 
 def never_samples_again_after_a_refusal(patch: Patch) -> None:
@@ -297,7 +299,7 @@ def rewinds_the_ledger_but_not_the_state(patch: Patch) -> None:
 
 
 def forgets_that_its_work_was_abandoned(patch: Patch) -> None:
-    patch.setattr(Learner, "_take_back", lambda self, account, merged: [])
+    patch.setattr(Adoptions, "_abandon", lambda self, account, merged: [])
 
 
 FOUNDER_ALONE: list[tuple[Mutation, str]] = [

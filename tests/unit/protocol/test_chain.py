@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geo_diloco.manifest import BootId, Digest, MonoMs, Seq, Term, Version
-from geo_diloco.protocol import chain as chain_module
+from geo_diloco.protocol import tail as tail_module
 from geo_diloco.protocol.chain import Chain, Outcome, SyncerChanged
 from geo_diloco.protocol.effects import ApplyUpdate, FetchEntries, FetchFragment, KeepEntry, Note, PersistVote, Prune
 from geo_diloco.protocol.election.ballots import PeerBoot
@@ -194,7 +194,7 @@ def test_a_gap_is_asked_about_again_on_another_connection() -> None:
 
 
 def test_entries_far_beyond_what_is_durable_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "TAIL_MAX", 2)
+    monkeypatch.setattr(tail_module, "TAIL_MAX", 2)
     builder = chain_of(3)
     known = knowing(builder)
     assert len(known.hear(*builder.events[2:4])) == 2
@@ -235,7 +235,7 @@ def test_of_two_chains_that_of_the_later_term_counts_and_the_other_is_never_fold
     known.durable(theirs.events[4])
     assert known.new() == [2, 3, 4]
     assert known.chain.ledger.head_digest == theirs.events[4].digest
-    assert not known.chain._entries, "what is decided is forgotten"
+    assert not known.chain._tail, "what is decided is forgotten"
 
 
 def test_a_shorter_chain_of_a_later_term_counts() -> None:

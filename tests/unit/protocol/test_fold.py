@@ -30,7 +30,7 @@ def commit_of(event: EntryArrived) -> Commit:
 
 def begun() -> Fold:
     fold = Fold()
-    fold.start(2)
+    fold.start([Version(0), Version(0)])
     return fold
 
 
@@ -270,3 +270,14 @@ def test_any_order_with_repeats_ends_at_the_same_versions(seed: int) -> None:
             assert isinstance(effect, ApplyUpdate)
             todo.append(Applied(effect.fragment, effect.version, effect.state_digest))
     assert reached == {0: [1, 2, 3, 4, 5], 1: [1, 2, 3, 4]}
+
+
+def test_what_the_outer_state_came_with_is_not_folded_and_goes_back_with_a_reform() -> None:
+    chain = ChainBuilder.opened()
+    first, second = commit_of(chain.commit(0)), commit_of(chain.commit(0))
+    other = commit_of(chain.commit(1))
+    fold = Fold()
+    fold.start([Version(2), Version(0)])
+    assert [fold.contains(each) for each in (first, second, other)] == [True, True, False]
+    fold.rewind(fold.contained, chain.fork(2).ledger().heads)
+    assert [fold.contains(each) for each in (first, second, other)] == [True, False, False]
