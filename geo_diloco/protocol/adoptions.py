@@ -34,8 +34,21 @@ class Adoption:
     """Our participations in its commits, oldest first."""
     remembered: bool
     """Whether all we took part with is the contribution in our books."""
-    abandoned: bool = False
-    """Its commits were left behind by the owner's reform before the training thread got there."""
+    head: FragmentHead
+    """What is adopted then."""
+    back_to: Seq | None = None
+    """The owner's reform left behind what came after that entry before the training thread got there."""
+
+    @property
+    def abandoned(self) -> bool:
+        return self.back_to is not None
+
+    def left_behind(self, peer: PeerId) -> int:
+        """Tokens of that peer in the commits that do not go on; over several commits some may."""
+        after = [
+            commit for commit in self.step.commits if self.back_to is not None and commit.header.seq > self.back_to
+        ]
+        return sum(each.tokens_unmerged for commit in after for each in commit.participants if each.peer == peer)
 
 
 class Adoptions:
@@ -46,6 +59,8 @@ class Adoptions:
         self._ledger = ledger
         self.heads: list[FragmentHead] = []
         """What is adopted."""
+        self._back_at: list[FragmentHead] = []
+        """Where the newest reform set the ledger back to: a version that is reached without a commit."""
         self._ordered: list[deque[Adoption]] = []
         """Oldest first."""
         self._taken: list[dict[ContributionId, Version]] = []
@@ -55,7 +70,7 @@ class Adoptions:
 
     def start(self) -> None:
         """The ledger is loaded, and all it holds is adopted."""
-        self.heads = list(self._ledger.heads)
+        self.heads, self._back_at = list(self._ledger.heads), list(self._ledger.heads)
         self._ordered = [deque() for _ in self.heads]
         self._taken = [{} for _ in self.heads]
 
@@ -80,7 +95,8 @@ class Adoptions:
         mine = tuple(taken for commit in step.commits for taken in commit.participants if taken.peer == self._peer)
         known = None if contribution is None else contribution.id
         remembered = all(id_of(taken, fragment) == known for taken in mine)
-        self._ordered[fragment].append(Adoption(step, mine, remembered))
+        head = head_of(step.commits[-1], step.base) if step.commits else self._back_at[fragment]
+        self._ordered[fragment].append(Adoption(step, mine, remembered, head))
         if not remembered:
             return [Reset(fragment, step.version)]
         if not step.commits:
@@ -94,8 +110,8 @@ class Adoptions:
         if not ordered or ordered[0].step.version != version:
             return None
         adoption = ordered.popleft()
-        if adoption.step.commits and not adoption.abandoned:
-            self.heads[fragment] = head_of(adoption.step.commits[-1], adoption.step.base)
+        if not adoption.abandoned:
+            self.heads[fragment] = adoption.head
             taken = self._taken[fragment]
             self._taken[fragment] = {claim: made for claim, made in taken.items() if made > version}
         return adoption
@@ -105,7 +121,7 @@ class Adoptions:
         taken = adoption.taken
         for commit in adoption.step.commits:
             mine = sum(each.tokens_unmerged for each in commit.participants if each.peer == self._peer)
-            if mine:
+            if mine and (adoption.back_to is None or commit.header.seq <= adoption.back_to):
                 self._merged.append((commit.header.seq, account.fragment, mine))
         if not taken:
             return list(account.adopt(event.version, event.step, event.tokens, event.scale_ppm))
@@ -118,22 +134,22 @@ class Adoptions:
         )
         return [TokensMerged(account.fragment, event.version, credited), *corrections]
 
-    def take_back(self, account: Account, booked: Sequence[Effect]) -> list[Effect]:
-        """It was adopted after all, on the way back to what goes on: what its commits took of ours is in nobody's
-        Theta."""
-        merged = sum(each.tokens for each in booked if isinstance(each, TokensMerged))
-        self._forget_merged(self._ledger.seq)
+    def take_back(self, adoption: Adoption, account: Account) -> list[Effect]:
+        """It was adopted after all, on the way back to what goes on: what its abandoned commits took of ours is in
+        nobody's Theta."""
         account.adopted_version = self.heads[account.fragment].version
-        return self._abandon(account, merged)
+        return self._abandon(account, adoption.left_behind(self._peer))
 
     def rewound(self, to: Seq, accounts: Sequence[Account]) -> list[Effect]:
         """The owner's reform left behind what came after `to`, and the ledger is back there. Fragments that differ are
         on their way and what the replica carries stays; work that the abandoned commits took is lost with them."""
         effects: list[Effect] = []
+        self._back_at = list(self._ledger.heads)
         for account, head in zip(accounts, self._ledger.heads, strict=True):
             p = account.fragment
             for adoption in self._ordered[p]:
-                adoption.abandoned = adoption.abandoned or adoption.step.version > head.version
+                if adoption.step.version > head.version or adoption.abandoned:
+                    adoption.back_to = to if adoption.back_to is None else min(adoption.back_to, to)
             if account.adopted_version > head.version:
                 self.heads[p], account.adopted_version = head, head.version
             self._taken[p] = {claim: made for claim, made in self._taken[p].items() if made <= head.version}

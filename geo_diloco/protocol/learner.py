@@ -322,7 +322,7 @@ class Learner:
         if blob is not None:
             self._uploads.let_go(blob)
             over = [ForgetBlob(blob), *self._next_upload()]
-        taken_back = self._adoptions.take_back(account, booked) if adoption.abandoned else []
+        taken_back = self._adoptions.take_back(adoption, account) if adoption.abandoned else []
         self._resume_point.adopted(self._adoptions.heads)
         return [*booked, *over, *taken_back, *self._sample_if_ready(event.fragment)]
 

@@ -64,7 +64,7 @@ class Adopting:
         assert adoption is not None
         account = self.accounts[fragment]
         booked = self.adoptions.book(adoption, account, Adopted(fragment, Version(version), 10, self.tokens, PPM))
-        return booked + (self.adoptions.take_back(account, booked) if adoption.abandoned else [])
+        return booked + (self.adoptions.take_back(adoption, account) if adoption.abandoned else [])
 
     def rewound(self, to: int) -> list[Effect]:
         self.chain = self.chain.fork(to)
@@ -233,6 +233,29 @@ def test_the_way_back_is_adopted_as_any_other_version() -> None:
     it.rewound(1)
     it.adoptions.reached(Step(P0, Version(0), (), it.chain.bases[0]), None)
     assert it.adopt(0) == [] and it.adoptions.heads == it.chain.ledger().heads
+
+
+def test_of_an_order_over_several_commits_only_what_is_abandoned_is_taken_back() -> None:
+    it = Adopting()
+    claim = it.handed_in(8)
+    it.reached(it.folded(of(claim)), it.folded(others(it)))
+    it.rewound(2)
+    it.adoptions.reached(Step(P0, Version(1), (), it.chain.bases[0]), None)
+    assert it.adopt(2) == [TokensMerged(P0, Version(2), 100)], "the commit that took it goes on"
+    assert it.adopt(1) == [] and it.adoptions.heads == it.chain.ledger().heads
+    assert it.accounts[0].merged == 100 and it.accounts[0].adopted_version == 1
+    assert it.rewound(1) == merged_then_dropped(100, version=0), "by another reform it is abandoned, once"
+    assert it.rewound(1) == []
+
+
+def test_what_was_taken_back_as_it_was_adopted_is_not_taken_back_again() -> None:
+    it = Adopting()
+    it.reached(it.folded(of(it.handed_in(8))))
+    it.rewound(1)
+    it.folded(others(it), fragment=1)
+    it.folded(others(it), fragment=1)
+    it.adopt(1)
+    assert it.rewound(1) == [] and it.accounts[0].merged == 0
 
 
 def test_a_fragment_that_is_not_beyond_stays_where_it_is() -> None:
