@@ -373,7 +373,7 @@ def test_a_core_that_fails_when_another_serves_is_found_out(
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises(AssertionError) as caught:
-        for seed in range(12):
+        for seed in range(16):
             simulate(fickle_plan(seed))
             simulate(drawn_plan(seed))
     assert re.search(complaint, what_broke(caught.value)), what_broke(caught.value)
