@@ -40,12 +40,12 @@ class Seeker:
         donors: Donors,
         *,
         own: PeerId,
-        look_up: Callable[[], Awaitable[Sequence[tuple[PeerId, str]]]],
+        look_up: Callable[[], Awaitable[Sequence[tuple[PeerId | None, str]]]],
         is_final: Callable[[PeerId | None], bool],
         log: EventLog,
     ) -> None:
-        """`look_up` asks the directory who claims to serve (peer and address). `is_final`: whether a refusal of that
-        peer is the run's own."""
+        """`look_up` asks the directory who claims to serve: the peer, if it is known, and the address. `is_final`:
+        whether a refusal of that peer is the run's own."""
         self._driver = driver
         self._links = links
         self._donors = donors
@@ -56,7 +56,7 @@ class Seeker:
         self._hint: Place | None = None
         self._news = asyncio.Event()
         self._holding: asyncio.Task[str] | None = None
-        self._tried: dict[PeerId | None, int] = {}
+        self._tried: dict[str, int] = {}
         """When (by count) each was last dialed."""
         self._number = 0
         self._is_up = False
@@ -129,18 +129,18 @@ class Seeker:
         for known in (self._donors.roster_addresses, self._look_up):
             found = known()
             addresses = await found if isinstance(found, Awaitable) else found
-            for place in sorted(self._dialable(addresses), key=lambda each: self._tried.get(each[0], -1)):
+            for place in sorted(self._dialable(addresses), key=lambda each: self._tried.get(each[0] or each[1], -1)):
                 if place[1] not in tried:
                     tried.add(place[1])
                     yield place
 
-    def _dialable(self, addresses: Sequence[tuple[PeerId, str]]) -> list[Place]:
+    def _dialable(self, addresses: Sequence[tuple[PeerId | None, str]]) -> list[Place]:
         places: list[Place] = []
         for peer, address in addresses:
             if peer == self._own or not address:
                 continue
             try:
-                places.append((peer, url_from_address(address, peer=peer)))
+                places.append((peer, url_from_address(address, peer=peer or "unknown")))
             except RemoteProtocolError as exc:
                 self._log.note("link", str(exc), level="warning")
         return places
@@ -150,7 +150,7 @@ class Seeker:
         peer, url = place
         began = self._driver.now()
         self._number += 1
-        self._tried[peer] = self._number
+        self._tried[peer or url] = self._number
         self._is_up = False
         holding = self._holding = asyncio.ensure_future(
             self._links.seek(url, peer, up=lambda peer: self._up(peer, url))

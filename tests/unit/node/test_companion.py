@@ -53,6 +53,7 @@ def test_every_setting_that_is_not_about_training_gets_there(name: str) -> None:
         "dht_host": "0.0.0.0",
         "dht_port": 2,
         "bootstraps": (MADDR,),
+        "contacts": ("192.0.2.7:31340",),
         "data_dir": Path("texts"),
         "elector": False,
         "keep_contributions": True,
