@@ -234,8 +234,7 @@ class Station:
                 await self._refresh()
         except TimeoutError:
             self._p.log.note("directory", f"no answer within {LOOK_S:.0f} s", level="debug")
-        found = [(record.peer, record.address) for record in by_claim(self._records)]
-        return found or [(None, address) for address in self._p.book.known.addresses]
+        return candidates(self._records, self._p.book.known)
 
     def named(self) -> tuple[str, ...]:
         """Where whoever serves, and whoever could, is said to be: by the chain, and by the directory."""
@@ -380,6 +379,12 @@ class Station:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=limit_s)
         await self.driver.close()
+
+
+def candidates(records: Sequence[PeerRecord], contacts: Contacts) -> Sequence[tuple[PeerId | None, str]]:
+    """Whom the directory names; where it names nobody, contacts, of whom only the address is known."""
+    found = [(record.peer, record.address) for record in by_claim(records)]
+    return found or [(None, address) for address in contacts.addresses]
 
 
 def directory_status(directory: Directory) -> dict[str, Any]:

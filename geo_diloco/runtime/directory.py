@@ -181,7 +181,7 @@ class DirectoryRules:
         self._joining = asyncio.create_task(self._keep_joining(), name="join the directory")
 
     async def wait_tried(self) -> None:
-        """Until every bootstrap was dialled once, or one has answered."""
+        """Until there was a first attempt, whatever came of it."""
         await self._has_tried.wait()
 
     async def wait_joined(self) -> None:

@@ -1,4 +1,5 @@
-"""A run whose bootstraps are gone: whoever was here before comes back, and a new peer is let in by a contact."""
+"""A run whose bootstraps are gone: whoever was here before comes back, the founder too, and a new peer is let in by a
+contact."""
 
 from __future__ import annotations
 
@@ -112,6 +113,13 @@ def test_with_no_bootstrap_left_one_comes_back_by_what_it_remembers_and_a_new_on
 
     run.wait(lambda: run.status()["bootstraps"]["silent_since"] is not None, "the founder to notice")
     assert run.log_of("founder").count("the run goes on, new peers need a contact") == 1
+    run.founder.kill()
+    run.founder.wait()
+    run.start_founder()
+    before = run.status()["commits"]
+    run.wait(
+        lambda: len({each.peer for each in participants_since(run, before)}) == 2, "work of both for its next term"
+    )
     assert fetch_status(run.invite)["role"] == "syncer", "by what is remembered on this machine"
     amend(str(run.root / "founder"), [f"commits={run.status()['commits'] + 4}"])
     run.wait_ended()

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
-from geo_diloco.manifest import BranchId, Digest, RunManifest, Seq, Term
+from geo_diloco.manifest import WIRE_VERSION, BranchId, Digest, RunManifest, Seq, Term
 from geo_diloco.node import contacting, joining
 from geo_diloco.node.contacting import ContactBook, Introduction, Remembering, first_introduction, introduction_from
 from geo_diloco.node.joining import Lobby
 from geo_diloco.node.rundir import RunDir, default_root
+from geo_diloco.node.station import candidates
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.election.ballots import Elector
 from geo_diloco.protocol.messages import EntryHeader, Found
@@ -26,11 +27,12 @@ from geo_diloco.runtime.contacts import Contacts, read_contacts, write_contacts
 from geo_diloco.runtime.following import Backoff
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.records import PeerRecord
 from geo_diloco.runtime.session import Session, make_session
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.runtime.wire import Signed, seal_entry
 from geo_diloco.training.presets import demo_manifest
-from tests.unit.runtime.samples import BOOT, D1, RememberingPort, served
+from tests.unit.runtime.samples import BOOT, D1, PEER, RememberingPort, served
 
 FOUNDER = Identity.generate()
 MANIFEST = replace(demo_manifest(), nonce="00" * 16, founder=FOUNDER.peer_id)
@@ -262,6 +264,9 @@ class ShutDirectory:
     async def wait_joined(self) -> None:
         await asyncio.Event().wait()
 
+    async def find(self, run: str) -> list[PeerRecord]:
+        return []
+
 
 def lobby_in(folder: Path, session: Session, log: EventLog, *given: str) -> Lobby:
     folder.mkdir(exist_ok=True)
@@ -313,6 +318,51 @@ def test_it_asks_for_ever_with_the_reason_and_sees_what_others_on_this_machine_l
         assert f"joining through {good}, known from an earlier time" in lines_of(tmp_path / "log.jsonl")[-2]["text"]
 
     with_session(go)
+
+
+class Arrived(Exception):
+    """At the one who has the state."""
+
+
+def test_if_the_state_does_not_come_from_one_the_next_contact_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backoff.__init__, "__defaults__", (0.01, 0.02))
+    asked: list[str] = []
+
+    async def state_from(lobby: Lobby, url: str, *unused: Any, **more: Any) -> None:
+        asked.append(url)
+        if url == "http://good.example:1":
+            raise Arrived
+        raise RemoteProtocolError("a snapshot that nobody signed")
+
+    monkeypatch.setattr(joining, "_catch_up_from", state_from)
+
+    async def go(session: Session) -> None:
+        lobby = lobby_in(tmp_path / "peer", session, EventLog(), "liar.example:1", "good.example:1")
+        lobby.url = "http://liar.example:1"
+        nothing: Any = None
+        with pytest.raises(Arrived):
+            await joining.catch_up(lobby, nothing, nothing, nothing, whole_chain=False)
+
+    with_session(go)
+    assert asked == ["http://liar.example:1", "http://liar.example:1", "http://good.example:1"]
+
+
+def test_contacts_are_candidates_only_where_the_directory_names_nobody() -> None:
+    record = PeerRecord(
+        run=RUN,
+        peer=PEER,
+        roles=("standby",),
+        address="a.example:1",
+        term=Term(1),
+        boot=BOOT,
+        head_seq=Seq(0),
+        wire_version=WIRE_VERSION,
+    )
+    contacts = Contacts(("b.example:1",))
+    assert candidates([record], contacts) == [(PEER, "a.example:1")]
+    assert candidates([replace(record, roles=("learner",), address="")], contacts) == [(None, "b.example:1")]
 
 
 # ---- remembering -------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Peer:
         self.core = Core()
         self.driver = Driver(self.core, log=EventLog())  # type: ignore[arg-type]
         self.roster: list[tuple[PeerId, str]] = []
-        self.directory: list[tuple[PeerId, str]] = []
+        self.directory: list[tuple[PeerId | None, str]] = []
         self.answers: dict[str, asyncio.Future[str] | Exception] = {}
         self.slow: dict[str, asyncio.Event] = {}
         """Until then a dial there goes on."""
@@ -58,7 +58,7 @@ class Peer:
             log=EventLog(),
         )
 
-    async def _look_up(self) -> list[tuple[PeerId, str]]:
+    async def _look_up(self) -> list[tuple[PeerId | None, str]]:
         return self.directory
 
     def roster_addresses(self) -> list[tuple[PeerId, str]]:
@@ -134,6 +134,16 @@ def test_the_chain_is_asked_before_the_directory_and_nobody_twice_in_a_round(mon
         it.directory = [(EVE, "c:1"), (ANN, "a:1"), (EVE, "not an address")]
         await it.wait_dialed("c:1")
         assert it.dialed == ["a:1", "b:1", "c:1"]
+
+    with_peer(monkeypatch, talk)
+
+
+def test_contacts_whose_names_are_not_known_are_each_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(it: Peer) -> None:
+        it.directory = [(None, "a:1"), (None, "b:1")]
+        await it.wait_dialed("a:1", "b:1")
+        it.directory = [(None, "b:1"), (None, "c:1"), (None, "a:1")]
+        await it.wait_dialed("c:1", "a:1", "b:1")
 
     with_peer(monkeypatch, talk)
 
