@@ -85,7 +85,7 @@ class ContactBook:
         try:
             return read_contacts(path)
         except (OSError, RemoteProtocolError) as exc:
-            self._log.note("contacts", f"{path} is damaged and is not used: {exc}", level="warning")
+            self._log.note("contacts", f"{path} can't be read and is not used: {exc}", level="warning")
             return Contacts()
 
 

@@ -131,7 +131,7 @@ def test_a_damaged_file_is_one_line_in_the_log_and_is_written_anew(tmp_path: Pat
         book = ContactBook(RUN, log, own=path)
         assert not await book.read() and not await book.read()
         (line,) = lines_of(tmp_path / "log.jsonl")
-        assert line["topic"] == "contacts" and f"{path} is damaged" in line["text"]
+        assert line["topic"] == "contacts" and f"{path} can't be read" in line["text"]
         await book.remember(Contacts(("a.example:1",)))
         assert read_contacts(path) == Contacts(("a.example:1",))
         log.close()
