@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from geo_diloco.cli import options
 from geo_diloco.cli.options import answer
 from geo_diloco.cli.status import amended_lines
 
@@ -25,12 +26,13 @@ def amend(
     key: Annotated[
         Path | None, typer.Option(help="The founder's key.pem. [default: the one in the run directory]")
     ] = None,
+    contacts: options.Contacts = None,
     wait: Annotated[bool, typer.Option(help="Wait until a majority of the electors has it on disk.")] = True,
 ) -> None:
     """Change the stop rule, eta, mu, quorum, grace or codecs of a run that goes on; only its owner can."""
     from geo_diloco.node import amend as order
 
-    done = order(run, settings, key=key, wait=wait)
+    done = order(run, settings, key=key, contacts=contacts or (), wait=wait)
     if done["rules"] is None:
         answer(f"amendment {done['number']} is being appended: see `geo-diloco status`")
     else:

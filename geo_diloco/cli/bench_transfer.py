@@ -23,6 +23,7 @@ from geo_diloco.errors import ConfigError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import Digest, PeerId, RunId, RunManifest
 from geo_diloco.protocol.messages import BlobRef, Envelope
 from geo_diloco.runtime.bulk import CONTROLS, Bulk, Lanes
+from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
@@ -88,6 +89,9 @@ class _Port:
 
     def status(self) -> dict[str, Any]:
         return {}
+
+    def contacts(self) -> Contacts:
+        return Contacts()
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         return self.announced.get(digest)

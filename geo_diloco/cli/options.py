@@ -38,6 +38,14 @@ Bootstraps = Annotated[
     list[str] | None,
     typer.Option("--bootstrap", help="Multiaddress of a bootstrap; may be given several times."),
 ]
+Contacts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--contact",
+        metavar="HOST:PORT",
+        help="HTTP side of a peer of the run, which knows the way if no bootstrap answers; may be given several times.",
+    ),
+]
 KeepContributions = Annotated[
     bool | None,
     typer.Option(
@@ -72,10 +80,9 @@ def peer_config(config_file: Path | None, **flags: Any) -> PeerConfig:
     """This process's settings; a flag that is None was not given. Raises ConfigError."""
     from geo_diloco.config import load_peer_config
 
-    if not flags.get("bootstraps"):
-        flags["bootstraps"] = None
+    flags |= {name: flags.get(name) or None for name in ("bootstraps", "contacts")}
     config = load_peer_config(flags, environment=os.environ, file=config_file)
-    warn_if_exposed(config.host, config.dht_host, config.announce)
+    warn_if_exposed(config.host, config.dht_host, config.announce, *config.contacts)
     return config
 
 

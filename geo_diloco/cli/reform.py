@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from geo_diloco.cli import options
 from geo_diloco.cli.options import answer
 
 
@@ -20,6 +21,7 @@ def reform(
     key: Annotated[
         Path | None, typer.Option(help="The founder's key.pem. [default: the one in the run directory]")
     ] = None,
+    contacts: options.Contacts = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Even if a majority of the electors is here.")] = False,
@@ -32,4 +34,4 @@ def reform(
         return yes or typer.confirm("reform the run so?")
 
     names = [name.strip() for name in electors.split(",")]
-    answer(order(run, names, key=key, dry_run=dry_run, force=force, confirm=confirm))
+    answer(order(run, names, key=key, contacts=contacts or (), dry_run=dry_run, force=force, confirm=confirm))

@@ -73,5 +73,6 @@ def _print_text(info: FounderInfo) -> None:
     say(f"run {info.run} is open; its files are in {info.run_dir}")
     say("\njoin from any machine that reaches this one:\n")
     say(f"  geo-diloco join {info.invite}\n")
+    say(f"(should no bootstrap answer one day: add --contact {info.http}, or another peer's address)")
     say("Ctrl-C ends it; resume with")
     say(f"  geo-diloco start {info.run_dir}")

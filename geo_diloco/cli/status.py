@@ -1,4 +1,4 @@
-"""`geo-diloco status`: what a run is doing, asked of its syncer, which the invite's bootstraps know."""
+"""`geo-diloco status`: what a run is doing, asked of its syncer, which the invite's bootstraps know, or a contact."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
+from geo_diloco.cli import options
 from geo_diloco.cli.options import answer
 
 
 def status(
     invite: Annotated[str, typer.Argument(help="The run's invite.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    contacts: options.Contacts = None,
 ) -> None:
     """Show where a run stands: held-out loss, learners, last rounds, and what it waits for."""
     from geo_diloco.node import fetch_status
     from geo_diloco.runtime.invite import Invite
 
-    found = fetch_status(Invite.parse(invite))
+    found = fetch_status(Invite.parse(invite), contacts or ())
     answer(json.dumps(found) if as_json else status_text(found))
 
 
@@ -35,6 +37,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         lines.append(f"in the branch of the owner's reform {status['lineage']}")
     lines += _election_lines(status["election"]) if status.get("election") else []
     lines += amended_lines(status["rules"])
+    lines += _bootstrap_lines(status)
     if status["heldout"]:
         seq, loss, _ = status["heldout"][-1]
         lines.append(f"held-out loss {loss:.4f} nats per token at seq {seq} (first {status['heldout'][0][1]:.4f})")
@@ -58,6 +61,13 @@ def status_text(status: Mapping[str, Any]) -> str:
         )
     lines += [f"  fragment {item['fragment']} waits: {_plain(item['reason'])}" for item in status["waiting"]]
     return "\n".join([*lines, *_bulk_lines(status)])
+
+
+def _bootstrap_lines(status: Mapping[str, Any]) -> list[str]:
+    from geo_diloco.runtime.directory import silence_text
+
+    since = (status.get("bootstraps") or {}).get("silent_since")
+    return [silence_text(since)] if isinstance(since, int | float) and 0 < since < 1e11 else []
 
 
 def _bulk_lines(status: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from geo_diloco.config.manifests import (
 )
 from geo_diloco.config.peer import (
     PeerConfig,
+    checked_contacts,
     is_loopback,
     load_peer_config,
     peer_config_from,
@@ -23,6 +24,7 @@ __all__ = [
     "Fault",
     "PeerConfig",
     "changed_manifest",
+    "checked_contacts",
     "is_loopback",
     "load_fault_plan",
     "load_manifest",

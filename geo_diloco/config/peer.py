@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,9 @@ _ListenAddress = Annotated[str, Field(pattern=r"^[^\s/]+$", description="an addr
 _BOOTSTRAP = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/tcp/\d{1,5}/p2p/[1-9A-HJ-NP-Za-km-z]{40,70}")
 BOOTSTRAPS_MAX = 15
 """An invite has room for 16, and one of them is the founder's own."""
+_CONTACT = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(\d{1,5})")
+CONTACTS_MAX = 16
+CONTACT_FORM = "HOST:PORT of a peer's HTTP side, such as 192.0.2.7:31340"
 _Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -65,6 +68,9 @@ class PeerConfig(BaseModel):
         Field(description=f"up to {BOOTSTRAPS_MAX} multiaddresses such as /ip4/192.0.2.1/tcp/31330/p2p/Qm..."),
     ] = ()
     """Where the directory can be reached; a learner's come with its invite."""
+    contacts: Annotated[tuple[str, ...], Field(description=f"up to {CONTACTS_MAX} of the form {CONTACT_FORM}")] = ()
+    """Peers of the run that may be asked for the way into it where no bootstrap answers, besides those that are known
+    here from an earlier time."""
     dht_host: _ListenAddress = "127.0.0.1"
     """Of the DHT side; `load_peer_config` takes `host` unless it is told otherwise."""
     dht_port: _Port = 0
@@ -116,7 +122,7 @@ class PeerConfig(BaseModel):
             raise ValueError("no such port")
         return announce
 
-    @field_validator("bootstraps", mode="before")
+    @field_validator("bootstraps", "contacts", mode="before")
     @classmethod
     def _split_commas(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
@@ -128,8 +134,15 @@ class PeerConfig(BaseModel):
             raise ValueError("not the multiaddresses of bootstraps")
         return addresses
 
+    @field_validator("contacts", mode="after")
+    @classmethod
+    def _are_addresses(cls, contacts: tuple[str, ...]) -> tuple[str, ...]:
+        if len(contacts) > CONTACTS_MAX or not all(map(_is_contact, contacts)):
+            raise ValueError("not the addresses of peers")
+        return contacts
 
-_FLAG_NAMES = {"bootstraps": "--bootstrap"}
+
+_FLAG_NAMES = {"bootstraps": "--bootstrap", "contacts": "--contact"}
 
 
 def load_peer_config(
@@ -170,6 +183,16 @@ def peer_config_from(settings: Mapping[str, Any]) -> PeerConfig:
     """The settings that a script gave as keyword arguments; it alone speaks, no environment. Raises ConfigError."""
     given = {key: value for key, value in settings.items() if value is not None}
     return load_peer_config(given, environment={}, flag_names={key: key for key in given})
+
+
+def checked_contacts(contacts: Sequence[str] | None) -> tuple[str, ...]:
+    """What was given as `--contact` beside an invite. Raises ConfigError."""
+    return load_peer_config({"contacts": tuple(contacts or ())}, environment={}).contacts
+
+
+def _is_contact(address: str) -> bool:
+    form = _CONTACT.fullmatch(address)
+    return form is not None and 0 < int(form[1]) < 65536
 
 
 def split_announce(announce: str) -> tuple[str, int]:

@@ -28,14 +28,21 @@ SWITCHES = {"on": True, "true": True, "off": False, "false": False}
 
 
 def amend(
-    where: str, settings: Sequence[str], *, key: Path | None = None, wait: bool = True, limit_s: float = FIND_S
+    where: str,
+    settings: Sequence[str],
+    *,
+    key: Path | None = None,
+    contacts: Sequence[str] = (),
+    wait: bool = True,
+    limit_s: float = FIND_S,
 ) -> dict[str, Any]:
     """Order an amendment; returns the number, and what is in force as `status` says it, or none where it is not
-    waited for. `limit_s`: how long somebody who serves is looked for.
+    waited for. `contacts`: `HOST:PORT` of peers, where no bootstrap answers. `limit_s`: how long somebody who serves is
+    looked for.
 
     Raises UserError of some kind, DirectoryError, RefusedError or TransferError.
     """
-    return asyncio.run(_amend(owned(where, key), settings, wait=wait, limit_s=limit_s))
+    return asyncio.run(_amend(owned(where, key, contacts), settings, wait=wait, limit_s=limit_s))
 
 
 async def _amend(run: Owned, settings: Sequence[str], *, wait: bool, limit_s: float) -> dict[str, Any]:

@@ -1,23 +1,26 @@
 """Asking a run how it is, without taking part in it.
 
-Whoever serves it is mostly where it was: on this machine, or at the default port of a machine that the invite names.
-So that is asked first, by plain HTTP in a moment; a peer of the DHT, which takes seconds to start, only after that.
+Whoever serves it is mostly where it was: on this machine, where peers of this machine have seen it, or at the default
+port of a machine that the invite names. So that is asked first, by plain HTTP in a moment, and whom the answers name;
+a peer of the DHT, which takes seconds to start, only after that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from geo_diloco.config import checked_contacts
 from geo_diloco.errors import DirectoryError, RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import RunId
 from geo_diloco.node.addresses import read_ports
 from geo_diloco.node.rundir import RunDir, default_root
 from geo_diloco.runtime.bootstrap import DEFAULT_HTTP_PORT
+from geo_diloco.runtime.contacts import Contacts, read_contacts
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.directory import OnStatus
 from geo_diloco.runtime.invite import Invite
@@ -30,55 +33,90 @@ LIMIT_S = 30.0
 """A person waits for this; it is no transfer."""
 LIKELY_S = 2.0
 """For the likely places, all at once. Who is not there mostly says so at once."""
+ASKED_MAX = 64
+WITH_STANDBY_S = 10.0
+"""For the directory, where somebody of the run has answered who does not serve."""
 PAUSE_S = 0.5
 
 
-def fetch_status(invite: str | Invite) -> dict[str, Any]:
-    """The run's status, found through the invite. Raises DirectoryError if nobody answers in time."""
+def fetch_status(invite: str | Invite, contacts: Sequence[str] = ()) -> dict[str, Any]:
+    """The run's status, found through the invite, or through `contacts` (`HOST:PORT` of peers) where no bootstrap
+    answers. Raises DirectoryError if nobody answers in time."""
     parsed = Invite.parse(invite) if isinstance(invite, str) else invite
-    return asyncio.run(_fetch(parsed))
+    return asyncio.run(_fetch(parsed, known_contacts(parsed.run, checked_contacts(contacts))))
 
 
-async def _fetch(invite: Invite) -> dict[str, Any]:
+async def _fetch(invite: Invite, known: Contacts) -> dict[str, Any]:
     session = make_session()
     try:
-        return await _from_likely(session, invite) or await _from_directory(session, invite)
+        syncer, standby = await _from_likely(session, invite, known)
+        return syncer or await _from_directory(session, invite, known, standby)
     finally:
         await session.close()
 
 
-def likely_urls(invite: Invite) -> list[str]:
-    """Where the syncer may well be: where this machine's own founder of the run listened, and at the default port of
-    the invite's machines, of which one is the founder's."""
+def known_contacts(run: RunId, given: Sequence[str]) -> Contacts:
+    """Those given by hand, and those that peers of this machine have kept."""
+    kept = Contacts()
+    with suppress(OSError, RemoteProtocolError):  # damaged: the next peer that joins here says so
+        kept = read_contacts(RunDir(default_root(run)).contacts)
+    return Contacts(tuple(given)).before(kept)
+
+
+def likely_urls(invite: Invite, known: Contacts) -> list[str]:
+    """Where the syncer may well be: at a contact, where this machine's own founder of the run listened, and at the
+    default port of the invite's machines, of which one is the founder's."""
+    contacts = [url_from_address(address) for address in known.addresses]
     places = [place for maddr in invite.bootstraps if (place := tcp_of_maddr(maddr)) is not None]
     hosts = [f"[{host}]" if ":" in host else host for host, _ in places]
     urls = [read_ports(RunDir(default_root(invite.run))).url, *(f"http://{host}:{DEFAULT_HTTP_PORT}" for host in hosts)]
-    return [url for url in dict.fromkeys(urls) if url]
+    return [url for url in dict.fromkeys((*contacts, *urls)) if url]
 
 
-async def _from_likely(session: Session, invite: Invite) -> dict[str, Any] | None:
-    """The syncer's, if it is found so."""
+def named_in(status: Mapping[str, Any]) -> list[str]:
+    """Addresses of others that a status names: the syncer, and who offers a vote. They are what that peer says."""
+    election = status.get("election")
+    if not isinstance(election, dict):
+        return []
+    syncer, offers = election.get("syncer"), election.get("offers")
+    addresses = [syncer[1]] if isinstance(syncer, list) and len(syncer) == 2 else []
+    addresses += [each.get("address") for each in offers if isinstance(each, dict)] if isinstance(offers, list) else []
+    return list(Contacts(tuple(str(address) for address in addresses)).addresses)
 
-    async def ask(url: str) -> dict[str, Any] | None:
+
+Status = dict[str, Any] | None
+
+
+async def _from_likely(session: Session, invite: Invite, known: Contacts) -> tuple[Status, Status]:
+    """The syncer's, if it is found so, else that of somebody else in the run, if one is found."""
+
+    async def ask(url: str) -> Status:
         try:
-            status = await _status_at(session, url, invite.run)
+            return await _status_at(session, url, invite.run)
         except (TransferError, RefusedError, RemoteProtocolError):
             return None
-        return status if status.get("role") == "syncer" else None
 
-    asked = [asyncio.ensure_future(ask(url)) for url in likely_urls(invite)]
+    asked = {url: asyncio.ensure_future(ask(url)) for url in likely_urls(invite, known)}
+    waiting, other = set(asked.values()), None
     try:
         async with asyncio.timeout(LIKELY_S):
-            for answer in asyncio.as_completed(asked):
-                if (status := await answer) is not None:
-                    return status
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for status in [answer for task in done if (answer := task.result()) is not None]:
+                    if status.get("role") == "syncer":
+                        return status, None
+                    other = other or status
+                    named = [url_from_address(address) for address in named_in(status)]
+                    for url in [url for url in named if url not in asked][: ASKED_MAX - len(asked)]:
+                        asked[url] = asyncio.ensure_future(ask(url))
+                        waiting.add(asked[url])
     except TimeoutError:
         pass
     finally:
-        for task in asked:
+        for task in asked.values():
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
-    return None
+        await asyncio.gather(*asked.values(), return_exceptions=True)
+    return None, other
 
 
 async def _status_at(session: Session, url: str, run: RunId) -> dict[str, Any]:
@@ -86,17 +124,24 @@ async def _status_at(session: Session, url: str, run: RunId) -> dict[str, Any]:
     return await ask_status(session, url)
 
 
-async def _from_directory(session: Session, invite: Invite) -> dict[str, Any]:
+async def _from_directory(session: Session, invite: Invite, known: Contacts, standby: Status) -> dict[str, Any]:
+    """`standby`: who will do if nobody is found by the directory."""
     said = ["no bootstrap has answered yet"]
     try:
-        async with asyncio.timeout(LIMIT_S), visited_directory(invite, said.append) as directory:
+        async with (
+            asyncio.timeout(LIMIT_S if standby is None else WITH_STANDBY_S),
+            visited_directory(invite, known, said.append) as directory,
+        ):
             return await _ask(session, directory, invite, said)
     except TimeoutError as exc:
-        raise DirectoryError(f"no status of run {invite.run[:12]} in {LIMIT_S:.0f} s: {said[-1]}") from exc
+        if standby is not None:
+            return standby
+        hint = "" if known.addresses else "; --contact HOST:PORT names a peer to be asked"
+        raise DirectoryError(f"no status of run {invite.run[:12]} in {LIMIT_S:.0f} s: {said[-1]}{hint}") from exc
 
 
 @asynccontextmanager
-async def visited_directory(invite: Invite, on_status: OnStatus) -> AsyncIterator[Directory]:
+async def visited_directory(invite: Invite, known: Contacts, on_status: OnStatus) -> AsyncIterator[Directory]:
     """The directory as one who only looks sees it."""
     with tempfile.TemporaryDirectory(prefix="geo-diloco-visit-") as folder:
         directory = await Directory.start(
@@ -107,6 +152,8 @@ async def visited_directory(invite: Invite, on_status: OnStatus) -> AsyncIterato
             on_status=on_status,
         )
         try:
+            directory.learn(known.maddrs)
+            await directory.wait_joined()
             yield directory
         finally:
             await directory.close()

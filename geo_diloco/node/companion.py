@@ -26,7 +26,7 @@ TERM_S = 2.5
 """How long it may take to leave before it is killed."""
 LEARNERS_ALONE = {"run_dir", "device", "dtype", "threads", "save_every_s"}
 """About training. All else that was said is the standby's too: what comes to the settings one day must not be lost."""
-SETTINGS_OF_BOTH = {"bootstraps", "data_dir", "log_level", "congestion", "max_up", "max_down"}
+SETTINGS_OF_BOTH = {"bootstraps", "contacts", "data_dir", "log_level", "congestion", "max_up", "max_down"}
 """What is about neither training nor being reached. A limit on the line is one for both together: each has half."""
 RATES = ("max_up", "max_down")
 

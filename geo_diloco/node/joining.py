@@ -1,5 +1,8 @@
 """From an invite to a peer that follows the run: find the syncer, check what it serves, get the state.
 
+The way in is the directory, which the invite's bootstraps open. If they don't answer soon, contacts are asked as well,
+and whichever way leads to the run first is taken (`contacting.py`).
+
 Nothing is believed for being in the directory: the manifest must hash to the invite's run id, whoever signs the
 snapshot must be proven to serve its term (`runtime/proof.py`), and every byte of state must have the digest that it
 says. What is slow or away is waited for, with the reason in the log; what differs (another wire version, layout, run)
@@ -26,6 +29,7 @@ from geo_diloco.errors import (
 from geo_diloco.manifest import Digest, RunId, RunManifest
 from geo_diloco.node.addresses import directory_addresses
 from geo_diloco.node.carrying import bulk_of
+from geo_diloco.node.contacting import ContactBook, Introduction, first_introduction
 from geo_diloco.node.rundir import RunDir, joined_snapshot
 from geo_diloco.numerics.fragments import Layout
 from geo_diloco.observability import EventLog
@@ -33,6 +37,7 @@ from geo_diloco.protocol.events import SnapshotLoaded
 from geo_diloco.protocol.messages import Snapshot
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.chain import ChainCopy
+from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Worker
@@ -57,6 +62,9 @@ from geo_diloco.runtime.transfer import Source, fetch_blob
 from geo_diloco.runtime.wire import open_snapshot, url_from_address
 
 CLAIMS_MAX = 64
+HEAD_START_S = 3.0
+"""Of bootstraps, before contacts are asked; and of the directory, once it is open."""
+REASONS_MAX = 3
 
 
 @dataclass
@@ -69,6 +77,7 @@ class Lobby:
     log: EventLog
     directory: Directory
     bulk: Bulk
+    book: ContactBook
     manifest: RunManifest = field(default_factory=RunManifest)
     url: str = ""
     """Where the syncer was found last."""
@@ -88,7 +97,7 @@ class Lobby:
 
 
 async def enter(invite: Invite, run_dir: RunDir, identity: Identity, config: PeerConfig, log: EventLog) -> Lobby:
-    """Join the directory, find the syncer, fetch the manifest; waits for ever for what is away, with the reason told.
+    """Find somebody of the run and fetch the manifest; waits for ever for what is away, with the reason told.
 
     Raises RefusedError if the run can't be understood here, DirectoryError if p2pd can't be started.
     """
@@ -101,26 +110,71 @@ async def enter(invite: Invite, run_dir: RunDir, identity: Identity, config: Pee
         state_dir=run_dir.directory,
         on_status=lambda status: log.note("directory", status),
     )
-    lobby = Lobby(invite, run_dir, identity, log, directory, bulk_of(config, run_dir))
+    book = ContactBook(invite.run, log, own=run_dir.contacts, given=config.contacts)
+    lobby = Lobby(invite, run_dir, identity, log, directory, bulk_of(config, run_dir), book)
     try:
-        await _fetch_manifest(lobby)
+        await _find_run(lobby)
     except BaseException:
         await lobby.close()
         raise
     return lobby
 
 
-async def _fetch_manifest(lobby: Lobby) -> None:
+async def _find_run(lobby: Lobby) -> None:
+    """By the directory or by a contact, whichever is first."""
+    ways = [asyncio.ensure_future(way(lobby)) for way in (_by_directory, _by_contacts)]
+    try:
+        done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        _take_manifest(lobby, *done.pop().result())
+    finally:
+        for task in ways:
+            task.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+
+
+async def _by_contacts(lobby: Lobby) -> tuple[bytes, str]:
+    """From whichever contact shows the run and who serves it. The directory is joined by what it knows, meanwhile."""
+    directory, backoff = lobby.directory, Backoff()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HEAD_START_S):
+            await directory.wait_tried()
+    while True:
+        if directory.num_contacts:
+            await asyncio.sleep(HEAD_START_S)
+        known = await lobby.book.read()
+        directory.learn(known.maddrs)
+        found = await first_introduction(lobby.session, lobby.invite.run, known.addresses)
+        if isinstance(found, Introduction):
+            is_silent = directory.silent_since is not None or not directory.num_contacts
+            why = "no bootstrap answers" if is_silent else "the directory shows nobody of the run"
+            lobby.log.note("join", f"{why}: joining through {found.address}, {lobby.book.origin(found.address)}")
+            await lobby.book.remember(Contacts((found.address,)), found.contacts)
+            directory.learn(found.contacts.maddrs)
+            return found.manifest, found.url
+        if not directory.num_contacts:
+            lobby.log.note("contacts", _why_no_way(found), level="warning")
+        await backoff.wait()
+
+
+def _why_no_way(problems: dict[str, str]) -> str:
+    if not problems:
+        return "no peer of the run is known from an earlier time; --contact HOST:PORT names one"
+    reasons = "; ".join(list(problems.values())[:REASONS_MAX])
+    return f"none of {len(problems)} peers answers that are known from an earlier time or by --contact: {reasons}"
+
+
+async def _by_directory(lobby: Lobby) -> tuple[bytes, str]:
     """From whichever claimed syncer serves bytes that hash to the run id: until the manifest is here nobody knows who
     the founder is, and anyone can claim to be syncer. All are asked at once, so that none of them can hold us up."""
     backoff = Backoff()
+    await lobby.directory.wait_joined()
     while True:
         claims = (await claimed_syncers(lobby))[:CLAIMS_MAX]
         asked = [asyncio.ensure_future(_manifest_from(lobby, record)) for record in claims]
         try:
             for answer in asyncio.as_completed(asked):
                 if (found := await answer) is not None:
-                    return _take_manifest(lobby, *found)
+                    return found
         finally:
             for task in asked:
                 task.cancel()
@@ -187,6 +241,7 @@ async def catch_up(lobby: Lobby, outer: OuterState, store: BlobStore, worker: Wo
         for record in (await claimed_syncers(lobby))[:CLAIMS_MAX]:
             with suppress(RemoteProtocolError):
                 urls.append(url_from_address(record.address, peer=record.peer))
+        urls += [url_from_address(address) for address in (await lobby.book.read()).addresses]
         urls = list(dict.fromkeys(urls[1:])) or urls
 
 

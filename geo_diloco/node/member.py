@@ -23,7 +23,7 @@ from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.learning import Learning, LearningParts, blobs_to_keep
 from geo_diloco.node.machine import hello_facts
 from geo_diloco.node.rundir import disk_failure
-from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts
+from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts, directory_status
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest
 from geo_diloco.protocol.effects import PersistAccounts, ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import Resumed, SnapshotLoaded
@@ -150,6 +150,7 @@ class Member:
             log=lobby.log,
             directory=lobby.directory,
             bulk=lobby.bulk,
+            book=lobby.book,
             worker=self._worker,
             outer=position.outer,
             store=self._store,
@@ -255,7 +256,7 @@ class Member:
             "bytes_in": lobby.counters.bulk_in + lobby.counters.control_in,
             "bytes_out": lobby.counters.bulk_out + lobby.counters.control_out,
         }
-        facts |= lobby.bulk.lanes.status()
+        facts |= lobby.bulk.lanes.status() | directory_status(lobby.directory)
         if station is None:
             return facts
         status = station.core.status(station.driver.now())

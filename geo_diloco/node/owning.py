@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from geo_diloco.config import manifest_from_bytes
+from geo_diloco.config import checked_contacts, manifest_from_bytes
 from geo_diloco.errors import (
     ConfigError,
     DirectoryError,
@@ -26,8 +26,9 @@ from geo_diloco.errors import (
 )
 from geo_diloco.manifest import RunId, RunManifest
 from geo_diloco.node.addresses import read_ports
-from geo_diloco.node.asking import likely_urls, visited_directory
+from geo_diloco.node.asking import known_contacts, likely_urls, named_in, visited_directory
 from geo_diloco.node.rundir import RunDir
+from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.records import by_claim
@@ -37,6 +38,9 @@ from geo_diloco.runtime.wire import url_from_address
 FIND_S = 30.0
 """A person waits for this."""
 LOOK_S = 0.3
+ANSWER_S = 5.0
+"""For one peer to say how it is. Contacts from an earlier time may be gone."""
+SILENT_S = 20.0
 DIRECTORY_S = 2.0
 """Until then only those are asked whose address is known already."""
 
@@ -49,14 +53,19 @@ class Owned:
     identity: Identity
     local_url: str
     """Of the process in the run directory; empty if none was given."""
+    known: Contacts = field(default_factory=Contacts)
+    """Who else may be asked."""
 
     @property
     def run(self) -> RunId:
         return self.invite.run
 
 
-def owned(where: str, key: Path | None) -> Owned:
-    """From a run directory or an invite. Raises ConfigError, InviteError or RunDirError."""
+def owned(where: str, key: Path | None, contacts: Sequence[str] = ()) -> Owned:
+    """From a run directory or an invite, and `HOST:PORT` of peers where no bootstrap answers.
+
+    Raises ConfigError, InviteError or RunDirError.
+    """
     folder = RunDir(Path(where)) if os.path.isdir(where) else None  # an invite is longer than a path may be
     if folder is None:
         invite, url = Invite.parse(where), ""
@@ -70,7 +79,8 @@ def owned(where: str, key: Path | None) -> Owned:
         raise ConfigError("an invite alone has no key: give --key with the founder's key.pem, or its run directory")
     if not key.is_file():
         raise ConfigError(f"{key} is no file: give --key with the founder's key.pem")
-    return Owned(invite=invite, identity=Identity.load_or_create(key), local_url=url)
+    known = known_contacts(invite.run, checked_contacts(contacts))
+    return Owned(invite=invite, identity=Identity.load_or_create(key), local_url=url, known=known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +97,10 @@ class Finder:
     def __init__(self, owned: Owned, session: Session) -> None:
         self._owned = owned
         self.session = session
-        self._known: list[str] = [owned.local_url] if owned.local_url else likely_urls(owned.invite)
+        self._known: list[str] = [owned.local_url] if owned.local_url else likely_urls(owned.invite, owned.known)
         """URLs, most promising first."""
+        self._silent_until: dict[str, float] = {}
+        """Who let us wait for nothing, and until when that is not tried again."""
         self._runs: set[str] = set()
         """URLs that have shown the run's manifest."""
         self.manifest: RunManifest | None = None
@@ -105,25 +117,25 @@ class Finder:
 
     async def ask(self, url: str) -> Found | None:
         """None if it does not answer, or serves another run."""
+        if time.monotonic() < self._silent_until.get(url, 0.0):
+            return None
         try:
-            if url not in self._runs:
-                canonical = await fetch_manifest(self.session, url, self._owned.run)
-                self.manifest = manifest_from_bytes(canonical)
-                self._runs.add(url)
-            status = await fetch_status(self.session, url)
+            async with asyncio.timeout(ANSWER_S):
+                if url not in self._runs:
+                    canonical = await fetch_manifest(self.session, url, self._owned.run)
+                    self.manifest = manifest_from_bytes(canonical)
+                    self._runs.add(url)
+                status = await fetch_status(self.session, url)
+        except TimeoutError:
+            self.why_not = f"{url} does not answer in {ANSWER_S:.0f} s"
+            self._silent_until[url] = time.monotonic() + SILENT_S
+            return None
         except (TransferError, RefusedError, RemoteProtocolError) as exc:
             self.why_not = str(exc)
             return None
-        self._learn_from(status)
+        for address in named_in(status):
+            self.learn(address)
         return Found(url=url, status=status)
-
-    def _learn_from(self, status: dict[str, Any]) -> None:
-        election = status.get("election")
-        syncer = election.get("syncer") if isinstance(election, dict) else None
-        if isinstance(syncer, list) and len(syncer) == 2:
-            self.learn(str(syncer[1]))
-        for offer in election.get("offers") or () if isinstance(election, dict) else ():
-            self.learn(str(offer.get("address", "")))
 
     async def answers(self) -> list[Found]:
         """Everybody whose address is known, and whom they name."""
@@ -157,9 +169,11 @@ async def finding(owned: Owned) -> AsyncIterator[Finder]:
 
 
 async def _look(owned: Owned, finder: Finder) -> None:
-    """Learn addresses from the directory, again and again."""
+    """Learn addresses: those that are known from an earlier time, then from the directory, again and again."""
     await asyncio.sleep(DIRECTORY_S)
-    async with visited_directory(owned.invite, lambda status: None) as directory:
+    for address in owned.known.addresses:
+        finder.learn(address)
+    async with visited_directory(owned.invite, owned.known, lambda status: None) as directory:
         while True:
             try:
                 for record in by_claim(await directory.find(owned.run)):

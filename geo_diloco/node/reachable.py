@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,20 @@ from geo_diloco.errors import ConfigError, DirectoryError, RefusedError, Transfe
 from geo_diloco.manifest import Digest, FragmentId, PeerId, Seq
 from geo_diloco.node.addresses import directory_addresses, http_address, read_ports, write_ports
 from geo_diloco.node.carrying import bulk_of
+from geo_diloco.node.contacting import ContactBook
 from geo_diloco.node.evaluation import Evaluation
 from geo_diloco.node.founding import NodeParts, state_digests
 from geo_diloco.node.inviting import FounderInfo, info_of
+from geo_diloco.node.joining import HEAD_START_S
 from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.machine import hello_facts
 from geo_diloco.node.rundir import disk_failure
-from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts
+from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts, directory_status
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import AmendmentAsked, FoundRun, HandoverAsked
 from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record, Reform
+from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.disk import atomic_write
@@ -73,6 +77,7 @@ class ReachableNode:
         self._disk_bytes = 0
         self._worker = Worker("fold")
         self._bulk = bulk_of(config, parts.run_dir)
+        self._book = ContactBook(parts.run, parts.log, own=parts.run_dir.contacts, given=config.contacts)
         self._server = HttpServer(self, parts.identity, parts.store, lanes=self._bulk.lanes)
         self._address = ""
         self._is_on_air = False
@@ -142,9 +147,10 @@ class ReachableNode:
         return await self._start_directory(0)
 
     async def _start_directory(self, port: int) -> Directory:
+        """A run that was founded goes on without a directory, which is joined as soon as it can be."""
         p, config = self._p, self._config
         where = directory_addresses(config.model_copy(update={"dht_port": port}))
-        return await Directory.start(
+        directory = await Directory.start(
             initial_peers=config.bootstraps,
             listen=where.listen,
             announce=where.announce,
@@ -153,6 +159,15 @@ class ReachableNode:
             state_dir=p.run_dir.directory,
             on_status=lambda status: p.log.note("directory", status),
         )
+        try:
+            directory.learn((await self._book.read()).maddrs)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if p.snapshot is None else HEAD_START_S):
+                    await directory.wait_joined()
+        except BaseException:
+            await directory.close()
+            raise
+        return directory
 
     def _build(self, directory: Directory) -> None:
         p = self._p
@@ -166,6 +181,7 @@ class ReachableNode:
                 log=p.log,
                 directory=directory,
                 bulk=self._bulk,
+                book=self._book,
                 worker=self._worker,
                 outer=p.outer,
                 store=p.store,
@@ -320,7 +336,13 @@ class ReachableNode:
         )
 
     def _bulk_status(self) -> dict[str, Any]:
-        return self._bulk.lanes.status() | {"mirror": self.why_no_mirror() or None}
+        said = {} if self._directory is None else directory_status(self._directory)
+        return said | self._bulk.lanes.status() | {"mirror": self.why_no_mirror() or None}
+
+    def contacts(self) -> Contacts:
+        if self._station is not None:
+            return self._station.own_contacts().before(Contacts(self._station.named())).before(self._book.known)
+        return Contacts((self._address,) if self._address else ()).before(self._book.known)
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         announced = None if self._serving is None else self._serving.accepts(digest)

@@ -81,13 +81,18 @@ def reform(
     electors: Sequence[str],
     *,
     key: Path | None = None,
+    contacts: Sequence[str] = (),
     dry_run: bool = False,
     force: bool = False,
     confirm: Callable[[str], bool],
 ) -> str:
-    """Reform a run; returns what came of it. `electors`: beginnings of peer ids, or `all-live`. `confirm` is shown what
-    would be done. Raises UserError of some kind, DirectoryError or TransferError."""
-    return asyncio.run(_reform(owned(where, key), electors, dry_run=dry_run, force=force, confirm=confirm))
+    """Reform a run; returns what came of it. `electors`: beginnings of peer ids, or `all-live`. `contacts`:
+    `HOST:PORT` of peers, where no bootstrap answers. `confirm` is shown what would be done.
+
+    Raises UserError of some kind, DirectoryError or TransferError.
+    """
+    run = owned(where, key, contacts)
+    return asyncio.run(_reform(run, electors, dry_run=dry_run, force=force, confirm=confirm))
 
 
 async def _reform(

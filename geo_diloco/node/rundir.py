@@ -95,6 +95,11 @@ class RunDir:
         return self.root / "addresses.json"
 
     @property
+    def contacts(self) -> Path:
+        """Where other peers could be reached lately."""
+        return self.root / "contacts.json"
+
+    @property
     def quota(self) -> Path:
         """Bulk of today."""
         return self.root / "quota.json"

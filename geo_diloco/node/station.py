@@ -15,6 +15,7 @@ from typing import Any
 
 from geo_diloco.errors import DirectoryError, RunDirError
 from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId, RunManifest, Term
+from geo_diloco.node.contacting import ContactBook, Remembering
 from geo_diloco.node.machine import machine_name
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.observability import EventLog
@@ -35,6 +36,7 @@ from geo_diloco.protocol.peer import Role
 from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.chain import ChainCopy
+from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import ControlLink, connect_control
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.donor import Donors
@@ -74,6 +76,7 @@ class StationParts:
     log: EventLog
     directory: Directory
     bulk: Bulk
+    book: ContactBook
     worker: Worker
     outer: OuterState
     store: BlobStore
@@ -195,6 +198,7 @@ class Station:
         self.run(self._publish(), name="publish")
         self.run(self.driver.wait_closed(), name="driver")
         self.run(self._look_around(), name="look around")
+        self.run(self._remembering().run(), name="contacts")
         self.run(self._end_if_stranded(), name="stranded")
 
     def run(self, errand: Coroutine[Any, Any, None], *, name: str) -> None:
@@ -223,14 +227,29 @@ class Station:
         """Who says that it gives no blobs to others, unless it serves."""
         return {record.peer for record in self._records if record.roles and not SERVES_BLOBS & set(record.roles)}
 
-    async def _look_up(self) -> Sequence[tuple[PeerId, str]]:
-        """Who claims to serve, highest term first; then who could."""
+    async def _look_up(self) -> Sequence[tuple[PeerId | None, str]]:
+        """Who claims to serve, highest term first; then who could. Contacts, where the directory shows nobody."""
         try:
             async with asyncio.timeout(LOOK_S):
                 await self._refresh()
         except TimeoutError:
             self._p.log.note("directory", f"no answer within {LOOK_S:.0f} s", level="debug")
-        return [(record.peer, record.address) for record in by_claim(self._records)]
+        return candidates(self._records, self._p.book.known)
+
+    def named(self) -> tuple[str, ...]:
+        """Where whoever serves, and whoever could, is said to be: by the chain, and by the directory."""
+        claims = [(record.peer, record.address) for record in by_claim(self._records)]
+        return tuple(address for _, address in (*self._roster_addresses(), *claims) if address)
+
+    def own_contacts(self) -> Contacts:
+        """Where this peer itself can be reached."""
+        return Contacts((self._p.hello.address,), tuple(self._p.directory.visible_maddrs))
+
+    def _remembering(self) -> Remembering:
+        directory = self._p.directory
+        return Remembering(
+            self._p.book, self._p.bulk.session, own=self.own_contacts, named=self.named, learn=directory.learn
+        )
 
     async def _refresh(self) -> None:
         try:
@@ -360,6 +379,17 @@ class Station:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=limit_s)
         await self.driver.close()
+
+
+def candidates(records: Sequence[PeerRecord], contacts: Contacts) -> Sequence[tuple[PeerId | None, str]]:
+    """Whom the directory names; where it names nobody, contacts, of whom only the address is known."""
+    found = [(record.peer, record.address) for record in by_claim(records)]
+    return found or [(None, address) for address in contacts.addresses]
+
+
+def directory_status(directory: Directory) -> dict[str, Any]:
+    """Whether others can enter by the bootstraps that this peer knows, for `status`."""
+    return {"bootstraps": {"count": directory.num_bootstraps, "silent_since": directory.silent_since}}
 
 
 def _seat(p: StationParts) -> Seat:

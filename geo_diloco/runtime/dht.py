@@ -60,7 +60,8 @@ class Directory(DirectoryRules):
         state_dir: Path,
         on_status: OnStatus | None = None,
     ) -> Directory:
-        """Joins through any of `initial_peers` (multiaddrs ending in /p2p/...), trying until one answers.
+        """Begins to join through any of `initial_peers` (multiaddrs ending in /p2p/...), trying until one answers;
+        whoever needs that waits for it (`wait_joined`).
 
         `identity` signs what is published; `identity_path` keeps the libp2p identity, created if missing. Without
         `initial_peers` this is the first peer of a new DHT. `state_dir` belongs to this directory alone. Raises
@@ -88,7 +89,7 @@ class Directory(DirectoryRules):
             on_status=on_status or (lambda _: None),
         )
         try:
-            await self.join()
+            await self.begin()
         except BaseException:
             await self.close()
             raise

@@ -1,9 +1,10 @@
 """How a peer gets into the directory, stays in it and leaves it: the rules, without the library.
 
 Joining is written out here instead of left to hivemind, because a volunteer's machine needs more of it: every
-bootstrap is tried, for ever, with the reason per address; a peer that nobody can call becomes a client of the DHT
-instead of failing; a wrong clock is measured and corrected instead of refused; and the same steps bring back a peer
-whose contacts were all lost. `dht.py` supplies the `Overlay` these rules work on, and the way to start one.
+bootstrap is tried, for ever, with the reason per address; where none answers, whoever else is known to be in the DHT
+lets a peer in; a peer that nobody can call becomes a client of the DHT instead of failing; a wrong clock is measured
+and corrected instead of refused; and the same steps bring back a peer that has lost all others. `dht.py` supplies the
+`Overlay` these rules work on, and the way to start one.
 
 The directory finds peers and never decides anything: a partition's both sides accept records (`records.py`).
 """
@@ -16,7 +17,8 @@ import os
 import random
 import socket
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,10 +29,14 @@ from geo_diloco.runtime.records import PeerRecord
 
 GREET_S = 20.0
 """Longest time for one bootstrap to be dialled and to answer."""
+OTHERS_S = 3.0
+"""As soon as one has answered, how much longer the others are waited for."""
 ASK_S = 30.0
 """Longest time for one question to the whole DHT."""
 RETRY_S = (1.0, 15.0)
 """Pause between attempts: doubles from the first to the second."""
+OTHERS_MAX = 16
+"""DHT peers beside the bootstraps that may let us in."""
 REMIND_S = 60.0
 """How often bootstraps are greeted again: one that was away knows nobody, and so does whoever enters by it."""
 WITHDRAW_S = 0.6
@@ -115,7 +121,11 @@ class DirectoryRules:
         on_status: OnStatus,
     ) -> None:
         self._overlay = overlay
-        self._bootstraps = tuple(bootstraps)
+        self._bootstraps = tuple(dict.fromkeys(bootstraps))
+        self._others: tuple[str, ...] = ()
+        self._news = asyncio.Event()
+        self._joining: asyncio.Task[None] | None = None
+        self._has_tried = asyncio.Event()
         self._peer = peer
         self._is_client = as_client
         self._on_status = on_status
@@ -124,6 +134,9 @@ class DirectoryRules:
         self._repairing = asyncio.Lock()
         self._published: dict[RunId, tuple[PeerRecord, float]] = {}
         self._greeted_at = 0.0
+        self.silent_since: float | None = None
+        """By the directory's clock, while no bootstrap answers: since when that is known."""
+        self._is_silence_told = False
 
     @property
     def visible_maddrs(self) -> list[str]:
@@ -140,16 +153,62 @@ class DirectoryRules:
         """It asks and is not asked, by choice or because nobody can call it."""
         return self._is_client
 
+    @property
+    def num_bootstraps(self) -> int:
+        return len(self._bootstraps)
+
+    def learn(self, maddrs: Sequence[str]) -> None:
+        """DHT peers that may let us in where no bootstrap answers, most promising first."""
+        own = {maddr.rpartition("/")[2] for maddr in self._overlay.visible_maddrs}
+        new = [each for each in maddrs if each not in self._bootstraps and each.rpartition("/")[2] not in own]
+        others = tuple(dict.fromkeys((*new, *self._others)))[:OTHERS_MAX]
+        if set(others) != set(self._others):
+            self._news.set()
+        self._others = others
+
     async def join(self) -> None:
-        """Opens the overlay and tries the bootstraps until one answers; without any, this is the DHT's first peer.
+        """`begin`, and wait."""
+        await self.begin()
+        await self.wait_joined()
+
+    async def begin(self) -> None:
+        """Opens the overlay, and from then on tries until a bootstrap, or another peer, answers; without any, this is
+        the DHT's first peer.
 
         Raises DirectoryError only for what is wrong on this machine.
         """
         await self._overlay.open(as_client=self._is_client)
+        self._joining = asyncio.create_task(self._keep_joining(), name="join the directory")
+
+    async def wait_tried(self) -> None:
+        """Until there was a first attempt, whatever came of it."""
+        await self._has_tried.wait()
+
+    async def wait_joined(self) -> None:
+        """Until a bootstrap, or another peer, has let us in."""
+        assert self._joining is not None
+        await asyncio.shield(self._joining)
+
+    async def _keep_joining(self) -> None:
         pause = RETRY_S[0]
-        while self._bootstraps and not await self._greet_all():
-            await asyncio.sleep(pause * random.uniform(0.7, 1.0))
-            pause = min(2 * pause, RETRY_S[1])
+        try:
+            while (self._bootstraps or self._others) and not await self._try_to_join():
+                self._has_tried.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause * random.uniform(0.7, 1.0)):
+                        await self._news.wait()
+                pause = min(2 * pause, RETRY_S[1])
+        finally:
+            self._has_tried.set()
+
+    async def _try_to_join(self) -> bool:
+        async with self._repairing:
+            self._news.clear()
+            try:
+                return await self._greet_all()
+            except (DirectoryError, TimeoutError) as error:  # p2pd ended, say, and can't be started again now
+                self._tell(str(error) or "the directory does not answer")
+                return False
 
     async def publish(self, run: RunId, record: PeerRecord) -> bool:
         """Says who we are; to be renewed every 20 s. False if nobody else took it.
@@ -191,6 +250,9 @@ class DirectoryRules:
         if self._closed:
             return
         self._closed = True
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
         try:
             if self._overlay.is_alive:
                 with contextlib.suppress(TimeoutError, DirectoryError):
@@ -209,36 +271,48 @@ class DirectoryRules:
                 said = self._overlay.last_words()
                 self._tell(f"p2pd ended and is started again{': ' + said if said else ''}")
                 await self._overlay.open(as_client=self._is_client)
-            if self._bootstraps and not self.num_contacts:
+            if (self._bootstraps or self._others) and not self.num_contacts:
                 await self._greet_all()
 
     async def _remind(self) -> None:
-        """Two parts of a DHT that forgot each other find together again by whoever knows both."""
+        """Two parts of a DHT that forgot each other find together again by whoever knows both: the bootstraps, and as
+        long as none of them answers the others."""
         now = asyncio.get_running_loop().time()
-        if self._bootstraps and now - self._greeted_at >= REMIND_S:
+        if (self._bootstraps or self._others) and now - self._greeted_at >= REMIND_S:
             self._greeted_at = now
-            await asyncio.gather(*(self._greet(maddr) for maddr in dict.fromkeys(self._bootstraps)))
+            was_silent = self.silent_since is not None
+            results = await self._greet_each((*self._bootstraps, *(self._others if was_silent else ())))
+            answers = [answer for maddr in self._bootstraps if isinstance(answer := results[maddr], Greeting)]
+            self._hear_of_bootstraps(results)
+            if was_silent and answers:  # until now others' clocks were all there was to go by
+                self._correct_clock(statistics.median(answer.clock_s for answer in answers))
+                self._tell("a bootstrap answers again")
+            self._tell_silence()
 
     async def _greet_all(self, *, again: bool = False) -> bool:
-        """Dials every bootstrap at once; true if at least one of them is now a contact."""
+        """Dials every bootstrap, and whoever else is known, at once; true if at least one of them answers."""
         if not self._overlay.is_alive:
             await self._overlay.open(as_client=self._is_client)
         self._greeted_at = asyncio.get_running_loop().time()
-        async with asyncio.TaskGroup() as group:
-            tasks = {maddr: group.create_task(self._greet(maddr)) for maddr in dict.fromkeys(self._bootstraps)}
-        results = {maddr: task.result() for maddr, task in tasks.items()}
-        answers = [result for result in results.values() if isinstance(result, Greeting)]
+        results = await self._greet_each((*self._bootstraps, *self._others))
+        answers = {maddr: result for maddr, result in results.items() if isinstance(result, Greeting)}
         problems = {maddr: result for maddr, result in results.items() if isinstance(result, str)}
-        reasons = "; ".join(f"{maddr}: {problem}" for maddr, problem in problems.items())
+        reasons = "; ".join(f"{maddr}: {problem}" for maddr, problem in problems.items() if maddr in self._bootstraps)
         if not answers and not again and any("backoff" in problem for problem in problems.values()):
             # It can be reached, but libp2p remembers that it once could not and would not dial it for minutes.
             await self._overlay.open(as_client=self._is_client)
             return await self._greet_all(again=True)
+        self._hear_of_bootstraps(results)
         if not answers:
-            self._tell(f"no bootstrap answers, trying again: {reasons}")
+            if self._joining is not None and self._joining.done():  # before, it is itself such a new peer
+                self._tell_silence()
+            whom = "no bootstrap answers" if self._bootstraps else "nobody known in the directory answers"
+            also = f", nor does any of {len(self._others)} other peers" if self._bootstraps and self._others else ""
+            self._tell(f"{whom}{also}, trying again: {reasons}".removesuffix(": "))
             return False
-        self._correct_clock(statistics.median(answer.clock_s for answer in answers))
-        if not self._is_client and not any(answer.sees_us for answer in answers):
+        of_bootstraps = [answer for maddr, answer in answers.items() if maddr in self._bootstraps]
+        self._correct_clock(statistics.median(answer.clock_s for answer in of_bootstraps or answers.values()))
+        if not self._is_client and not any(answer.sees_us for answer in answers.values()):
             self._tell("no bootstrap can call this peer back; it is a client of the directory")
             self._is_client = True
             await self._overlay.become_client()
@@ -248,8 +322,44 @@ class DirectoryRules:
         except DirectoryError as error:
             self._tell(f"joining again: {error}")
             return False
-        self._tell(f"joined through {len(answers)} of {len(results)} bootstraps{'; ' if reasons else ''}{reasons}")
+        if of_bootstraps:
+            of = f"{len(of_bootstraps)} of {len(self._bootstraps)} bootstraps"
+            self._tell(f"joined through {of}{'; ' if reasons else ''}{reasons}")
+        else:
+            self._tell(f"joined through {len(answers)} other peers{'; ' if reasons else ''}{reasons}")
+            self._tell_silence()
         return True
+
+    async def _greet_each(self, maddrs: Sequence[str]) -> dict[str, Greeting | str | None]:
+        """All at once. None for who was not waited for any more, because others have answered."""
+        tasks = {maddr: asyncio.ensure_future(self._greet(maddr)) for maddr in maddrs}
+        waiting = set(tasks.values())
+        limit: float | None = None
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                if any(isinstance(task.result(), Greeting) for task in done):
+                    limit = OTHERS_S
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return {maddr: None if task.cancelled() else task.result() for maddr, task in tasks.items()}
+
+    def _hear_of_bootstraps(self, results: Mapping[str, Greeting | str | None]) -> None:
+        answers = [results[maddr] for maddr in self._bootstraps]
+        if any(isinstance(answer, Greeting) for answer in answers):
+            self.silent_since, self._is_silence_told = None, False
+        elif answers and None not in answers and self.silent_since is None:
+            self.silent_since = self._overlay.time()
+
+    def _tell_silence(self) -> None:
+        """Once, until one answers."""
+        if self.silent_since is not None and not self._is_silence_told:
+            self._is_silence_told = True
+            self._tell(silence_text(self.silent_since))
 
     async def _greet(self, maddr: str) -> Greeting | str:
         """The answer, or the problem in words."""
@@ -293,6 +403,12 @@ class DirectoryRules:
         if status != self._told:
             self._told = status
             self._on_status(status)
+
+
+def silence_text(since: float) -> str:
+    """For the log and `status`."""
+    at = time.strftime("%H:%M", time.localtime(since))
+    return f"no bootstrap answers since {at}; the run goes on, new peers need a contact (--contact HOST:PORT)"
 
 
 def believed(found: Sequence[Found], *, run: RunId, now: float) -> list[PeerRecord]:

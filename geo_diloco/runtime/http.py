@@ -20,6 +20,7 @@ from geo_diloco.protocol.messages import BlobRef, Envelope, Hello
 from geo_diloco.runtime.answers import Refusal, number, read_body, refusals, write_answer
 from geo_diloco.runtime.blobs import BlobDoor
 from geo_diloco.runtime.bulk import Lanes
+from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import (
     CLOSE_LEAVING,
     CLOSE_PROTOCOL,
@@ -70,6 +71,9 @@ class ServerPort(Protocol):
 
     async def snapshot(self, fragments: tuple[int, ...] | None) -> Signed | None: ...
     def status(self) -> dict[str, Any]: ...
+    def contacts(self) -> Contacts:
+        """Of this peer and of others, for one to whom no bootstrap answers."""
+
     def accepts(self, digest: Digest) -> BlobRef | None:
         """The announced blob of that digest, if its bytes may come now."""
 
@@ -140,6 +144,7 @@ class HttpServer:
             ("GET", "/v1/proof", self._proof),
             ("GET", "/v1/snapshot", self._snapshot),
             ("GET", "/v1/status", self._status),
+            ("GET", "/v1/contacts", self._contacts),
             ("GET", "/v1/control", self._control),
             ("GET", "/v1/order", self._order_nonce),
             ("POST", "/v1/order", self._order),
@@ -222,6 +227,9 @@ class HttpServer:
         if self._status_at is None or now - self._status_at >= STATUS_S:
             self._status_at, self._status_body = now, json.dumps(self._port.status()).encode()
         return await self._answer(request, self._status_body, "application/json")
+
+    async def _contacts(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self._port.contacts().to_json(), "application/json")
 
     async def _answer(self, request: web.Request, body: bytes, content_type: str) -> web.StreamResponse:
         self.counters.control_out += len(body)

@@ -2,8 +2,9 @@
 
 The core says whom to try first, if it knows; else those are asked that the chain names, then those that the directory
 names. Who answers and does not serve is turned away from by the core. Whoever was tried or lost is tried again only
-after the others: one that is cut off takes a dial's whole time limit, and the others tell in an instant who serves.
-While this peer serves itself it looks for nobody.
+after the others: one that is cut off takes a dial's whole time limit, and the others tell in an instant who serves. So
+the next one is dialed as soon as a dial takes long; the first connection that is made ends the dials beside it. While
+this peer serves itself it looks for nobody.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import PeerId
@@ -26,8 +28,22 @@ Place = tuple[PeerId | None, str]
 """Who should be there, and the base URL."""
 BACKOFF_S_MAX = 2.0
 """Kept short: a learner that is no elector hears of a new syncer by asking, and its work waits."""
+SLOW_S = 2.0
+"""A dial that takes longer goes on beside the next one."""
 LASTED_S = 5.0
 """A connection that lasted so long was worth it: the next look begins without a wait."""
+
+
+@dataclass(eq=False)
+class _Dial:
+    """One that is under way, or the connection that came of it."""
+
+    place: Place
+    began: int
+    task: asyncio.Task[str] | None = None
+    is_up: bool = False
+    is_needless: bool = False
+    """Another one was faster."""
 
 
 class Seeker:
@@ -40,12 +56,12 @@ class Seeker:
         donors: Donors,
         *,
         own: PeerId,
-        look_up: Callable[[], Awaitable[Sequence[tuple[PeerId, str]]]],
+        look_up: Callable[[], Awaitable[Sequence[tuple[PeerId | None, str]]]],
         is_final: Callable[[PeerId | None], bool],
         log: EventLog,
     ) -> None:
-        """`look_up` asks the directory who claims to serve (peer and address). `is_final`: whether a refusal of that
-        peer is the run's own."""
+        """`look_up` asks the directory who claims to serve: the peer, if it is known, and the address. `is_final`:
+        whether a refusal of that peer is the run's own."""
         self._driver = driver
         self._links = links
         self._donors = donors
@@ -55,8 +71,9 @@ class Seeker:
         self._log = log
         self._hint: Place | None = None
         self._news = asyncio.Event()
-        self._holding: asyncio.Task[str] | None = None
-        self._tried: dict[PeerId | None, int] = {}
+        self._dials: list[_Dial] = []
+        """Oldest first. If one of them is up it is the only one that is not being ended."""
+        self._tried: dict[str, int] = {}
         """When (by count) each was last dialed."""
         self._number = 0
         self._is_up = False
@@ -89,8 +106,7 @@ class Seeker:
                 url = url_from_address(effect.address, peer=effect.peer) if effect.address else None
             url = url or self._donors.url_of(effect.peer)
             self._hint = None if url is None else (effect.peer, url)
-        if self._holding is not None:
-            self._holding.cancel()
+        self._cancel_dials()
         self._news.set()
 
     # ---- the loop
@@ -102,17 +118,31 @@ class Seeker:
             if self._serves():
                 await self._driver.wait_until(lambda: not self._serves() or self._is_leaving)
                 continue
-            async with aclosing(self._places()) as places:
-                async for place in places:
-                    if await self._try(place):
-                        backoff.reset()
-                    if self._is_over() or self._serves() or self._hint is not None:
-                        break
+            if await self._look_once():
+                backoff.reset()
             if self._hint is None and not self._is_over():
                 self._news.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(backoff.next_s()):
                         await self._news.wait()
+
+    async def _look_once(self) -> bool:
+        """Dial one after the other until something else is to be done. Whether a connection lasted."""
+        has_lasted = False
+        try:
+            async with aclosing(self._places()) as places:
+                async for place in places:
+                    has_lasted |= await self._settle(self._begin(place), patience_s=SLOW_S)
+                    if self._has_else_to_do():
+                        return has_lasted
+            while self._dials and not self._has_else_to_do():
+                has_lasted |= await self._settle(self._dials[-1], patience_s=None)
+            return has_lasted
+        finally:
+            await self._end_dials()
+
+    def _has_else_to_do(self) -> bool:
+        return self._is_over() or self._serves() or self._hint is not None
 
     def _is_over(self) -> bool:
         return self._is_leaving or self.refused is not None
@@ -129,65 +159,100 @@ class Seeker:
         for known in (self._donors.roster_addresses, self._look_up):
             found = known()
             addresses = await found if isinstance(found, Awaitable) else found
-            for place in sorted(self._dialable(addresses), key=lambda each: self._tried.get(each[0], -1)):
+            for place in sorted(self._dialable(addresses), key=lambda each: self._tried.get(each[0] or each[1], -1)):
                 if place[1] not in tried:
                     tried.add(place[1])
                     yield place
 
-    def _dialable(self, addresses: Sequence[tuple[PeerId, str]]) -> list[Place]:
+    def _dialable(self, addresses: Sequence[tuple[PeerId | None, str]]) -> list[Place]:
         places: list[Place] = []
         for peer, address in addresses:
             if peer == self._own or not address:
                 continue
             try:
-                places.append((peer, url_from_address(address, peer=peer)))
+                places.append((peer, url_from_address(address, peer=peer or "unknown")))
             except RemoteProtocolError as exc:
                 self._log.note("link", str(exc), level="warning")
         return places
 
-    async def _try(self, place: Place) -> bool:
-        """Whether the connection lasted."""
+    def _begin(self, place: Place) -> _Dial:
         peer, url = place
-        began = self._driver.now()
         self._number += 1
-        self._tried[peer] = self._number
-        self._is_up = False
-        holding = self._holding = asyncio.ensure_future(
-            self._links.seek(url, peer, up=lambda peer: self._up(peer, url))
-        )
+        self._tried[peer or url] = self._number
+        dial = _Dial(place, self._driver.now())
+        dial.task = asyncio.ensure_future(self._links.seek(url, peer, up=lambda peer: self._up(dial, peer)))
+        self._dials.append(dial)
+        return dial
+
+    async def _settle(self, dial: _Dial, *, patience_s: float | None) -> bool:
+        """Until that dial, and whatever connection there is, has ended; without one it may go on after `patience_s`.
+        Whether a connection lasted."""
+        has_lasted = False
         elected = asyncio.ensure_future(self._driver.wait_until(self._serves))
         try:
-            await asyncio.wait({holding, elected}, return_when=asyncio.FIRST_COMPLETED)
-            reason = self._ended(holding, peer)
+            while dial in self._dials or self._is_up:
+                tasks = [each.task for each in self._dials if each.task is not None]
+                limit = None if self._is_up else patience_s
+                done, _ = await asyncio.wait({*tasks, elected}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                for ended in [each for each in self._dials if each.task in done]:
+                    has_lasted |= self._take_out(ended)
+                if elected.done() or not (done or self._is_up):
+                    return has_lasted
         finally:
-            for task in (holding, elected):
-                task.cancel()
-            await asyncio.gather(holding, elected, return_exceptions=True)
-            self._holding, self._is_up = None, False
-            self._donors.lost()
-        if reason and not self._is_leaving:
-            whom = url.partition("//")[2]
-            self._log.note(f"link {whom}", f"no syncer there, looking again: {reason}", level="warning")
-        return self._driver.now() - began > LASTED_S * 1000
+            elected.cancel()
+            await asyncio.gather(elected, return_exceptions=True)
+        return has_lasted
 
-    def _up(self, peer: PeerId, url: str) -> None:
-        self._is_up, self._at = True, (peer, url)
-        self._donors.found_at(url)
+    def _take_out(self, dial: _Dial) -> bool:
+        """What came of one that has ended: whether it lasted."""
+        self._dials.remove(dial)
+        if dial.is_up:
+            self._is_up = False
+            self._donors.lost()
+        reason = self._ended(dial)
+        if reason and not self._is_leaving:
+            whom = dial.place[1].partition("//")[2]
+            self._log.note(f"link {whom}", f"no syncer there, looking again: {reason}", level="warning")
+        return dial.is_up and self._driver.now() - dial.began > LASTED_S * 1000
+
+    def _cancel_dials(self) -> None:
+        for dial in self._dials:
+            if dial.task is not None:
+                dial.task.cancel()
+
+    async def _end_dials(self) -> None:
+        """Nothing more comes of them: there is a hint, this peer serves, or it leaves."""
+        self._cancel_dials()
+        await asyncio.gather(*(dial.task for dial in self._dials if dial.task is not None), return_exceptions=True)
+        if self._is_up:
+            self._is_up = False
+            self._donors.lost()
+        self._dials.clear()
+
+    def _up(self, dial: _Dial, peer: PeerId) -> None:
+        """In the same breath the others are ended, so that none of them gets there as well."""
+        for other in self._dials:
+            if other is not dial and other.task is not None:
+                other.is_needless = True
+                other.task.cancel()
+        dial.is_up = True
+        self._is_up, self._at = True, (peer, dial.place[1])
+        self._donors.found_at(dial.place[1])
 
     def welcomed_by(self, peer: PeerId) -> None:
         """It serves: work may be handed in there."""
         if self._is_up and self._at[0] == peer:
             self._donors.serves_at(self._at[1])
 
-    def _ended(self, holding: asyncio.Task[str], peer: PeerId | None) -> str:
-        """Why; empty if this peer serves itself now."""
-        if not holding.done():
-            return ""
-        if holding.cancelled():
-            return "it does not serve (any more)"
-        failure = holding.exception()
-        if isinstance(failure, RefusedError) and self._is_final(peer):
+    def _ended(self, dial: _Dial) -> str:
+        """Why; empty if that is of no interest."""
+        task = dial.task
+        assert task is not None
+        if task.cancelled():
+            return "" if dial.is_needless else "it does not serve (any more)"
+        failure = task.exception()
+        if isinstance(failure, RefusedError) and self._is_final(dial.place[0]):
             self.refused = failure
         if failure is not None and not isinstance(failure, RefusedError | TransferError | RemoteProtocolError):
             raise failure
-        return holding.result() if failure is None else NONCE.sub("", str(failure))
+        return task.result() if failure is None else NONCE.sub("", str(failure))

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import Digest, RunId, run_id_from_bytes
+from geo_diloco.runtime.contacts import CONTACTS_BYTES_MAX, Contacts, contacts_from_json
 from geo_diloco.runtime.sockets import bytes_acked, prepare
 from geo_diloco.runtime.wire import LINE_BYTES_MAX, Signed
 
@@ -253,6 +254,12 @@ async def give_order(session: Session, base_url: str, order: Callable[[str], str
 async def fetch_status(session: Session, base_url: str, *, counters: ByteCounters | None = None) -> dict[str, Any]:
     body = await _ask(session, f"{base_url}/v1/status", bytes_max=STATUS_BYTES_MAX, counters=counters)
     return _json_object(body, base_url)
+
+
+async def fetch_contacts(session: Session, base_url: str, *, counters: ByteCounters | None = None) -> Contacts:
+    """Where that peer says that others are, itself among them. Nothing in it is proven."""
+    body = await _ask(session, f"{base_url}/v1/contacts", bytes_max=CONTACTS_BYTES_MAX, counters=counters)
+    return contacts_from_json(body)
 
 
 async def read_small(session: Session, url: str) -> int:

@@ -46,6 +46,7 @@ async def main():
         initial_peers=[bootstrap], listen=["/ip4/127.0.0.1/tcp/0"], identity=identity, state_dir=folder,
         on_status=lambda status: print("status", status, flush=True),
     )
+    await directory.wait_joined()
     run = RunId("ab" * 20)
     record = PeerRecord(run=run, peer=identity.peer_id, roles=("learner",), address="", term=Term(0),
                         boot=BootId("00"), head_seq=Seq(0), wire_version=1)
@@ -87,6 +88,7 @@ class Site:
         more.setdefault("state_dir", self.folder / f"directory-{self.count}")
         directory = await Directory.start(initial_peers=bootstraps, listen=listen, on_status=self.told.append, **more)
         self.stack.push_async_callback(directory.close)
+        await directory.wait_joined()
         return directory
 
 

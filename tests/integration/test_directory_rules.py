@@ -12,7 +12,7 @@ import pytest
 from geo_diloco.errors import DirectoryError, LocalProtocolError
 from geo_diloco.manifest import BootId, PeerId, RunId, Seq, Term
 from geo_diloco.runtime import directory as rules
-from geo_diloco.runtime.directory import DirectoryRules, Found, Greeting
+from geo_diloco.runtime.directory import DirectoryRules, Found, Greeting, silence_text
 from geo_diloco.runtime.records import EXPIRES_S, PeerRecord
 
 RUN = RunId("ab" * 20)
@@ -285,3 +285,128 @@ def test_publishing_for_another_peer_or_run_is_our_own_bug(change: dict[str, str
     directory = directory_on(FakeOverlay(), ONE)
     with pytest.raises(LocalProtocolError):
         asyncio.run(directory.publish(RUN, dataclasses.replace(RECORD, **change)))
+
+
+# ---- while no bootstrap answers ----------------------------------------------------------------------------------
+
+GONE = ConnectionRefusedError(111, "Connection refused")
+
+
+def test_where_no_bootstrap_answers_another_peer_lets_it_in_and_it_says_so() -> None:
+    overlay, told = FakeOverlay(one=[GONE]), []
+
+    async def scenario() -> None:
+        directory = directory_on(overlay, ONE, told=told)
+        await directory.begin()
+        await directory.wait_tried()
+        assert directory.silent_since == 1000.0 and not overlay.contacts
+        directory.learn([TWO])
+        await directory.wait_joined()
+        assert await directory.publish(RUN, RECORD)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert overlay.contacts == {TWO}
+    assert told == [
+        f"no bootstrap answers, trying again: {ONE}: connection refused",
+        f"joined through 1 other peers; {ONE}: connection refused",
+        silence_text(1000.0),
+    ]
+
+
+def test_what_is_learned_ends_the_pause_between_two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "RETRY_S", (1000.0, 1000.0))
+
+    async def scenario() -> None:
+        directory = directory_on(FakeOverlay(one=[GONE]), ONE)
+        await directory.begin()
+        await directory.wait_tried()
+        directory.learn([TWO])
+        await directory.wait_joined()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_one_that_answers_is_not_held_up_by_one_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "OTHERS_S", 0.01)
+
+    class HalfSilent(FakeOverlay):
+        async def greet(self, maddr: str) -> Greeting:
+            if maddr == ONE:
+                await asyncio.Event().wait()
+            return await super().greet(maddr)
+
+    overlay, told = HalfSilent(), []
+    directory = directory_on(overlay, ONE, told=told)
+    directory.learn([TWO])
+    asyncio.run(asyncio.wait_for(directory.join(), 10))
+    assert overlay.contacts == {TWO}
+    assert told == ["joined through 1 other peers"] and directory.silent_since is None, "it was not waited for"
+
+
+def test_that_no_bootstrap_answers_is_said_once_and_that_one_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "REMIND_S", 0.0)
+    late = dataclasses.replace(FINE, clock_s=100.0)
+    overlay, told = FakeOverlay(one=[FINE, GONE, GONE, GONE, late]), []
+
+    async def scenario() -> None:
+        directory = directory_on(overlay, ONE, told=told)
+        await directory.join()
+        overlay.contacts.add("another peer")
+        overlay.now = 2000.0
+        for _ in range(3):
+            await directory.publish(RUN, RECORD)
+            assert directory.silent_since == 2000.0
+        await directory.publish(RUN, RECORD)
+        assert directory.silent_since is None
+
+    asyncio.run(scenario())
+    assert told == [
+        "joined through 1 of 1 bootstraps",
+        silence_text(2000.0),
+        "this machine's clock is 100 s behind the directory's; its records allow for it",
+        "a bootstrap answers again",
+    ]
+
+
+def test_a_bootstraps_clock_counts_before_that_of_other_peers() -> None:
+    fast = dataclasses.replace(FINE, clock_s=500.0)
+    overlay = FakeOverlay(two=[fast])
+    directory = directory_on(overlay, ONE)
+    directory.learn([TWO])
+    asyncio.run(directory.join())
+    assert overlay.contacts == {ONE, TWO} and overlay.now == 1000.0
+
+
+def test_a_run_that_has_lost_everybody_says_that_new_peers_need_a_contact() -> None:
+    overlay, told = FakeOverlay(one=[FINE, GONE]), []
+
+    async def scenario() -> None:
+        directory = directory_on(overlay, ONE, told=told)
+        await directory.join()
+        overlay.contacts.clear()
+        for _ in range(3):
+            await directory.find(RUN)
+
+    asyncio.run(scenario())
+    assert told[1:] == [silence_text(1000.0), f"no bootstrap answers, trying again: {ONE}: connection refused"]
+
+
+def test_only_others_are_learned_and_only_so_many() -> None:
+    directory = directory_on(FakeOverlay(), ONE)
+    directory.learn([ONE, "/ip4/192.0.2.9/tcp/1/p2p/QmMe", *(f"/ip4/192.0.2.3/tcp/{n}/p2p/Qm{n}" for n in range(50))])
+    assert len(directory._others) == rules.OTHERS_MAX
+    assert directory._others[0] == "/ip4/192.0.2.3/tcp/0/p2p/Qm0", "neither a bootstrap nor this peer itself"
+
+
+def test_leaving_while_joining_ends_the_attempts() -> None:
+    overlay = FakeOverlay(one=[GONE])
+
+    async def scenario() -> None:
+        directory = directory_on(overlay, ONE)
+        await directory.begin()
+        await directory.wait_tried()
+        await directory.close()
+        assert directory._joining is not None and directory._joining.done()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert overlay.closed

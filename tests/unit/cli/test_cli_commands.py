@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import sys
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from geo_diloco.tape import ReplayResult
 
 RUN = RunId("0f" * 20)
 LOCAL = Invite(run=RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
+CONTACT = "127.0.0.1:7700"
 REMOTE = Invite(run=RUN, bootstraps=("/ip4/192.0.2.1/tcp/1/p2p/Qm1",))
 STATUS: dict[str, Any] = {
     "run": RUN,
@@ -92,6 +94,7 @@ class FakeNode:
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     exit_status: int = 0
+    more_status: dict[str, Any] = field(default_factory=dict)
     replayed: ReplayResult = field(default_factory=ReplayResult)
 
     def run_founder(self, source: Path, config: PeerConfig, *, on_ready: Any) -> int:
@@ -107,23 +110,23 @@ class FakeNode:
         self.calls.append(("hand over", run_dir, to))
         return "handed over"
 
-    def amend(self, run: str, settings: list[str], *, key: Path | None, wait: bool) -> dict[str, Any]:
-        self.calls.append(("amend", run, settings, key, wait))
+    def amend(self, run: str, settings: list[str], *, key: Any, contacts: Any, wait: bool) -> dict[str, Any]:
+        self.calls.append(("amend", run, settings, key, *contacts, wait))
         rules = {"quorum": {"value": 2, "amended_at": 41}, "grace": {"value": False, "amended_at": 41}}
         rules |= {"eta": {"value": 0.7, "amended_at": None}, "minutes": {"value": 90.0, "amended_at": 7}}
         return {"number": 3, "given": ["quorum"], "rules": rules if wait else None}
 
-    def reform(self, run: str, electors: list[str], *, key: Any, dry_run: bool, force: bool, confirm: Any) -> str:
-        self.calls.append(("reform", run, electors, key, dry_run, force))
-        return "reformed" if dry_run or confirm("what is intended") else "nothing is reformed"
+    def reform(self, run: str, electors: list[str], *, confirm: Any, **more: Any) -> str:
+        self.calls.append(("reform", run, electors, more))
+        return "reformed" if more["dry_run"] or confirm("what is intended") else "nothing is reformed"
 
     def run_follower(self, invite: Invite, config: PeerConfig) -> int:
         self.calls.append(("follower", invite, config))
         return self.exit_status
 
-    def fetch_status(self, invite: Invite) -> dict[str, Any]:
-        self.calls.append(("status", invite))
-        return STATUS
+    def fetch_status(self, invite: Invite, contacts: Sequence[str]) -> dict[str, Any]:
+        self.calls.append(("status", invite, *contacts))
+        return STATUS | self.more_status
 
     def export(self, run_dir: Path, to: Path) -> Path:
         self.calls.append(("export", run_dir, to))
@@ -208,6 +211,7 @@ def test_start_hands_the_settings_on_and_prints_how_to_join_and_resume(node: Fak
     assert (kind, source) == ("founder", Path("run.toml"))
     assert config == PeerConfig(port=0, run_dir=tmp_path, bootstraps=(maddr,))
     assert "geo-diloco join gd1-invite" in result.stdout
+    assert "add --contact 127.0.0.1:31340" in result.stdout
     assert "geo-diloco start somewhere" in result.stdout
 
 
@@ -242,6 +246,14 @@ def test_join_needs_only_the_invite(node: FakeNode) -> None:
     assert node.calls == [("learner", LOCAL, PeerConfig()), ("train", "a peer")]
 
 
+def test_contacts_are_given_by_hand_where_no_bootstrap_answers(node: FakeNode) -> None:
+    run("join", LOCAL.to_string(), "--contact", CONTACT, "--contact", "[::1]:2")
+    assert node.calls[0] == ("learner", LOCAL, PeerConfig(contacts=(CONTACT, "[::1]:2")))
+    for wrong in ("127.0.0.1", "127.0.0.1:0", "http://127.0.0.1:1", "127.0.0.1:99999", "a b:1"):
+        with pytest.raises(ConfigError, match=r"--contact = .*allowed is up to 16 of the form HOST:PORT of a peer"):
+            run("join", LOCAL.to_string(), "--contact", wrong)
+
+
 def test_join_without_training_follows(node: FakeNode) -> None:
     run("join", LOCAL.to_string(), "--no-train", "--no-elector")
     assert node.calls == [("follower", LOCAL, PeerConfig(elector=False))]
@@ -261,7 +273,9 @@ def test_amend_says_what_is_in_force_since_when(node: FakeNode) -> None:
         "grace off (amended at seq 41)",
         "minutes 90 (amended at seq 7)",
     ]
-    assert "amendment 3 is being appended" in run("amend", "a-run", "--set", "quorum=2", "--no-wait").stdout
+    flags = ("--set", "quorum=2", "--no-wait", "--contact", CONTACT)
+    assert "amendment 3 is being appended" in run("amend", "a-run", *flags).stdout
+    assert node.calls[-1] == ("amend", "a-run", ["quorum=2"], None, CONTACT, False)
 
 
 def test_only_who_can_be_syncer_can_keep_contributions(node: FakeNode) -> None:
@@ -275,11 +289,14 @@ def test_reform_shows_what_it_would_do_and_asks(node: FakeNode) -> None:
     asked = CliRunner().invoke(
         cli.app, ["reform", "a-run", "--electors", "ab, cd"], input="n\n", catch_exceptions=False
     )
-    assert node.calls == [("reform", "a-run", ["ab", "cd"], None, False, False)]
+    plain = {"key": None, "contacts": (), "dry_run": False, "force": False}
+    assert node.calls == [("reform", "a-run", ["ab", "cd"], plain)]
     assert "what is intended" in asked.stdout and asked.stdout.endswith("nothing is reformed\n")
     assert run("reform", "a-run", "--electors", "all-live", "--yes").stdout == "what is intended\nreformed\n"
-    run("reform", "a-run", "--electors", "all-live", "--dry-run", "--force", "--key", "k.pem")
-    assert node.calls[-1] == ("reform", "a-run", ["all-live"], Path("k.pem"), True, True)
+    flags = ("--dry-run", "--force", "--key", "k.pem", "--contact", CONTACT)
+    run("reform", "a-run", "--electors", "all-live", *flags)
+    given = {"key": Path("k.pem"), "contacts": [CONTACT], "dry_run": True, "force": True}
+    assert node.calls[-1] == ("reform", "a-run", ["all-live"], given)
 
 
 def test_handover_names_the_folder_and_whom(node: FakeNode) -> None:
@@ -312,6 +329,17 @@ def test_a_bad_invite_is_named_before_anything_starts(node: FakeNode) -> None:
 
 def test_status_as_json_is_what_the_syncer_said(node: FakeNode) -> None:
     assert json.loads(run("status", LOCAL.to_string(), "--json").stdout) == STATUS
+
+
+def test_status_asks_contacts_and_says_if_new_peers_need_one(node: FakeNode) -> None:
+    assert "bootstrap" not in run("status", LOCAL.to_string(), "--contact", CONTACT).stdout
+    assert node.calls == [("status", LOCAL, CONTACT)]
+    at = time.mktime((2026, 11, 30, 14, 2, 0, 0, 0, -1))
+    node.more_status = {"bootstraps": {"count": 1, "silent_since": at}}
+    said = "no bootstrap answers since 14:02; the run goes on, new peers need a contact (--contact HOST:PORT)"
+    assert said in run("status", LOCAL.to_string()).stdout.splitlines()
+    node.more_status = {"bootstraps": {"count": 1, "silent_since": 1e300}}
+    assert "bootstrap" not in run("status", LOCAL.to_string()).stdout
 
 
 def test_status_tells_people_where_the_run_stands(node: FakeNode) -> None:
@@ -449,7 +477,7 @@ def test_an_error_becomes_one_line_with_its_code_and_exit_status(
 
 
 def test_a_bug_keeps_its_traceback(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_down(invite: Invite) -> dict[str, Any]:
+    def break_down(invite: Invite, contacts: Sequence[str]) -> dict[str, Any]:
         raise ZeroDivisionError
 
     monkeypatch.setattr(sys.modules["geo_diloco.node"], "fetch_status", break_down)

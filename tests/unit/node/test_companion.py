@@ -19,6 +19,7 @@ CONFIG = peer_config_from(
         "host": "0.0.0.0",
         "port": 31340,
         "bootstraps": (MADDR,),
+        "contacts": ("192.0.2.7:31340",),
         "device": "cpu",
         "save_every_s": 3.0,
         "keep_contributions": True,
@@ -53,6 +54,7 @@ def test_every_setting_that_is_not_about_training_gets_there(name: str) -> None:
         "dht_host": "0.0.0.0",
         "dht_port": 2,
         "bootstraps": (MADDR,),
+        "contacts": ("192.0.2.7:31340",),
         "data_dir": Path("texts"),
         "elector": False,
         "keep_contributions": True,
@@ -82,3 +84,4 @@ def test_the_learner_dials_out_only_and_leaves_the_vote_to_the_standby() -> None
     own = learners_own(CONFIG)
     assert (own.announce, own.host, own.dht_host, own.elector) == ("", "127.0.0.1", "127.0.0.1", False)
     assert (own.device, own.save_every_s, own.data_dir, own.bootstraps) == ("cpu", 3.0, Path("texts"), (MADDR,))
+    assert own.contacts == CONFIG.contacts

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from geo_diloco.errors import LayoutError
+from geo_diloco.node.contacting import ContactBook
 from geo_diloco.node.joining import Lobby, check_same_layout
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.numerics.fragments import Layout, layout_from_module
@@ -31,7 +32,15 @@ def refusal(tmp_path: Path, run: Layout, *, shown: bytes) -> str:
         async with served(BlobStore(tmp_path / "blobs"), RememberingPort(layout=shown)) as it:
             log, unused = EventLog(tmp_path / "log", level="error"), Any
             invite = Invite(run=RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
-            lobby = Lobby(invite, RunDir(tmp_path), Identity.generate(), log, unused, Bulk(it.session))  # type: ignore[arg-type]
+            lobby = Lobby(
+                invite,
+                RunDir(tmp_path),
+                Identity.generate(),
+                log,
+                unused,  # type: ignore[arg-type]
+                Bulk(it.session),
+                ContactBook(RUN, log),
+            )
             try:
                 await check_same_layout(lobby, it.url, run.digest, run.num_elements, HERE)
             finally:

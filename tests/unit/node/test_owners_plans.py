@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +12,17 @@ from typing import Any
 import pytest
 
 from geo_diloco.errors import ConfigError, InviteError, ManifestError, RunDirError
-from geo_diloco.manifest import CodecSpec, PeerId, RunManifest
+from geo_diloco.manifest import CodecSpec, PeerId, RunId, RunManifest
+from geo_diloco.node import owning
 from geo_diloco.node.amending import _changes, _named
-from geo_diloco.node.owning import owned
+from geo_diloco.node.owning import finding, owned, wait_syncer
 from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present
 from geo_diloco.protocol.amendments import Changes
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.session import Session
+from geo_diloco.runtime.store import BlobStore
+from tests.unit.runtime import samples
 
 A, B, C, D = (letter * 64 for letter in "abcd")
 MANIFEST = replace(RunManifest(), model=replace(RunManifest().model, config={"model_type": "llama"}))
@@ -172,3 +179,57 @@ def test_the_owner_is_known_by_a_run_directory_or_by_a_key(tmp_path: Path) -> No
 def test_nobody_is_here_twice() -> None:
     found = _present({"u1": status(A, seq=3)}, {A: offer(A, seq=9)})
     assert list(found) == [PeerId(A)] and found[PeerId(A)].url == "u1"
+
+
+def test_contacts_are_asked_besides_the_run_directorys_own_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as that takes long; and of the invite alone they are the first to be asked."""
+    monkeypatch.setattr(owning, "DIRECTORY_S", 0.0)
+    invite = Invite(run=samples.RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
+    (tmp_path / "invite.txt").write_text(invite.to_string())
+    (tmp_path / "ports.json").write_text('{"http": 1, "dht": 1, "host": "127.0.0.1"}')
+    Identity.load_or_create(tmp_path / "key.pem")
+
+    @asynccontextmanager
+    async def shut(*unused: Any) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(owning, "visited_directory", shut)
+    monkeypatch.setattr(owning, "manifest_from_bytes", lambda canonical: MANIFEST)
+
+    async def go() -> None:
+        async with samples.served(BlobStore(tmp_path / "blobs")) as it:
+            contact = it.url.removeprefix("http://")
+            for run in (
+                owned(str(tmp_path), None, [contact]),
+                owned(invite.to_string(), tmp_path / "key.pem", [contact]),
+            ):
+                async with finding(run) as finder:
+                    assert (await wait_syncer(finder)).url == it.url
+
+    asyncio.run(go())
+    with pytest.raises(ConfigError, match="--contact"):
+        owned(str(tmp_path), None, ["nonsense"])
+
+
+def test_who_says_nothing_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owning, "ANSWER_S", 0.05)
+    asked: list[str] = []
+
+    async def fetch(session: Session, url: str, run: RunId) -> bytes:
+        asked.append(url)
+        return await asyncio.Event().wait() or b""
+
+    monkeypatch.setattr(owning, "fetch_manifest", fetch)
+    invite = Invite(run=samples.RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
+    Identity.load_or_create(tmp_path / "key.pem")
+
+    async def go() -> None:
+        async with finding(owned(invite.to_string(), tmp_path / "key.pem")) as finder:
+            assert await finder.answers() == [] and await finder.answers() == []
+            assert "does not answer" in finder.why_not
+
+    asyncio.run(go())
+    assert len(asked) == 1

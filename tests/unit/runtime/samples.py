@@ -37,6 +37,7 @@ from geo_diloco.protocol.messages import (
     Snapshot,
 )
 from geo_diloco.runtime.bulk import Bulk, Lanes
+from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
@@ -186,6 +187,8 @@ class RememberingPort:
     ended: list[str] = field(default_factory=list)
     admits: Callable[[str, str, PeerId], bool] = lambda proof, nonce, peer: True
     no_mirror: str = ""
+    known: Contacts = field(default_factory=Contacts)
+    more_status: dict[str, Any] = field(default_factory=dict)
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def signed_entries(self, from_seq: int, limit: int) -> list[Signed]:
@@ -198,7 +201,10 @@ class RememberingPort:
         return self.newest_snapshot
 
     def status(self) -> dict[str, Any]:
-        return {"name": "run", "role": self.role}
+        return {"name": "run", "role": self.role} | self.more_status
+
+    def contacts(self) -> Contacts:
+        return self.known
 
     @property
     def owner(self) -> PeerId:

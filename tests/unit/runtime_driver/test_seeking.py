@@ -14,7 +14,7 @@ from geo_diloco.manifest import PeerId
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.effects import SeekSyncer
 from geo_diloco.protocol.events import Event, Tick
-from geo_diloco.runtime import following
+from geo_diloco.runtime import following, seeking
 from geo_diloco.runtime.driver import Driver
 from geo_diloco.runtime.seeking import Seeker
 
@@ -38,9 +38,12 @@ class Peer:
         self.core = Core()
         self.driver = Driver(self.core, log=EventLog())  # type: ignore[arg-type]
         self.roster: list[tuple[PeerId, str]] = []
-        self.directory: list[tuple[PeerId, str]] = []
+        self.directory: list[tuple[PeerId | None, str]] = []
         self.answers: dict[str, asyncio.Future[str] | Exception] = {}
+        self.slow: dict[str, asyncio.Event] = {}
+        """Until then a dial there goes on."""
         self.dialed: list[str] = []
+        self.broken_off: list[str] = []
         self.changed = asyncio.Event()
         self.found: list[str] = []
         self.serving: list[str] = []
@@ -55,7 +58,7 @@ class Peer:
             log=EventLog(),
         )
 
-    async def _look_up(self) -> list[tuple[PeerId, str]]:
+    async def _look_up(self) -> list[tuple[PeerId | None, str]]:
         return self.directory
 
     def roster_addresses(self) -> list[tuple[PeerId, str]]:
@@ -81,6 +84,13 @@ class Peer:
     async def seek(self, url: str, peer: PeerId | None, *, up: Callable[[PeerId], None]) -> str:
         self.dialed.append(url.removeprefix("http://"))
         self.changed.set()
+        if url in self.slow:
+            try:
+                await self.slow[url].wait()
+            except asyncio.CancelledError:
+                self.broken_off.append(url.removeprefix("http://"))
+                self.changed.set()
+                raise
         answer = self.answers.get(url, TransferError("nobody is there"))
         if isinstance(answer, Exception):
             raise answer
@@ -89,6 +99,11 @@ class Peer:
 
     def do(self, peer: PeerId | None, address: str = "") -> None:
         self.seeker.interpreters()[SeekSyncer](SeekSyncer(peer, address))
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.changed.clear()
+            await self.changed.wait()
 
     async def wait_dialed(self, *urls: str) -> None:
         """Until these were dialed, last of all and in this order."""
@@ -119,6 +134,17 @@ def test_the_chain_is_asked_before_the_directory_and_nobody_twice_in_a_round(mon
         it.directory = [(EVE, "c:1"), (ANN, "a:1"), (EVE, "not an address")]
         await it.wait_dialed("c:1")
         assert it.dialed == ["a:1", "b:1", "c:1"]
+
+    with_peer(monkeypatch, talk)
+
+
+def test_contacts_whose_names_are_not_known_are_each_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(it: Peer) -> None:
+        it.directory = [(None, "a:1"), (None, "b:1")]
+        await it.wait_dialed("a:1", "b:1")
+        it.directory = [(None, "b:1"), (None, "a:1"), (None, "c:1")]
+        await it.wait_until(lambda: len(it.dialed) >= 5)
+        assert it.dialed[2:5] == ["c:1", "a:1", "b:1"]
 
     with_peer(monkeypatch, talk)
 
@@ -236,5 +262,98 @@ def test_who_leaves_looks_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         lost.set_result("leaving")
         await asyncio.sleep(0.1)
         assert it.dialed == ["a:1"]
+
+    with_peer(monkeypatch, talk)
+
+
+# ---- dials that take long ----------------------------------------------------------------------------------------
+
+
+def slow_dials(monkeypatch: pytest.MonkeyPatch, slow_s: float = 0.01) -> None:
+    monkeypatch.setattr(seeking, "SLOW_S", slow_s)
+
+
+def test_beside_a_dial_that_takes_long_the_next_one_is_dialed_and_the_first_that_is_up_ends_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_dials(monkeypatch)
+
+    async def talk(it: Peer) -> None:
+        it.slow["http://a:1"] = asyncio.Event()
+        it.up("http://b:1")
+        it.roster = [(ANN, "a:1"), (BOB, "b:1"), (EVE, "c:1")]
+        await it.wait_until(lambda: it.broken_off == ["a:1"])
+        assert it.dialed == ["a:1", "b:1"] and it.found == ["http://b:1"]
+        assert it.seeker.connection == 2
+        it.seeker.welcomed_by(BOB)
+        assert it.serving == ["http://b:1"]
+
+    with_peer(monkeypatch, talk)
+
+
+def test_a_dial_that_takes_long_may_still_come_up_and_ends_the_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_dials(monkeypatch)
+
+    async def talk(it: Peer) -> None:
+        it.slow = {"http://a:1": asyncio.Event(), "http://b:1": asyncio.Event()}
+        connection = it.up("http://a:1")
+        it.roster = [(ANN, "a:1"), (BOB, "b:1")]
+        await it.wait_dialed("a:1", "b:1")
+        it.slow["http://a:1"].set()
+        await it.wait_until(lambda: it.broken_off == ["b:1"])
+        assert it.found == ["http://a:1"] and it.seeker.connection > 0
+        connection.set_result("lost")
+        await it.wait_until(lambda: len(it.dialed) > 2)
+        assert it.found[:2] == ["http://a:1", ""]
+
+    with_peer(monkeypatch, talk)
+
+
+def test_nobody_is_dialed_twice_while_all_take_long_and_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_dials(monkeypatch)
+
+    async def talk(it: Peer) -> None:
+        it.slow = {"http://a:1": asyncio.Event(), "http://b:1": asyncio.Event()}
+        it.roster = [(ANN, "a:1"), (BOB, "b:1")]
+        await it.wait_dialed("a:1", "b:1")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert it.dialed == ["a:1", "b:1"]
+        it.slow["http://b:1"].set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert it.dialed == ["a:1", "b:1"] and it.broken_off == []
+        it.slow.pop("http://a:1").set()
+        await it.wait_until(lambda: len(it.dialed) > 2)
+
+    with_peer(monkeypatch, talk)
+
+
+def test_one_that_is_named_meanwhile_ends_all_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_dials(monkeypatch)
+
+    async def talk(it: Peer) -> None:
+        it.slow = {"http://a:1": asyncio.Event(), "http://b:1": asyncio.Event()}
+        it.roster = [(ANN, "a:1"), (BOB, "b:1")]
+        await it.wait_dialed("a:1", "b:1")
+        it.up("http://c:1")
+        it.do(EVE, "c:1")
+        await it.wait_dialed("c:1")
+        assert sorted(it.broken_off) == ["a:1", "b:1"] and it.found == ["http://c:1"]
+
+    with_peer(monkeypatch, talk)
+
+
+def test_who_is_elected_itself_meanwhile_ends_all_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_dials(monkeypatch)
+
+    async def talk(it: Peer) -> None:
+        it.slow = {"http://a:1": asyncio.Event(), "http://b:1": asyncio.Event()}
+        it.roster = [(ANN, "a:1"), (BOB, "b:1")]
+        await it.wait_dialed("a:1", "b:1")
+        it.core.election.role = "syncer"
+        it.driver.feed(Tick())
+        await it.wait_until(lambda: sorted(it.broken_off) == ["a:1", "b:1"])
+        assert it.seeker.connection == 0
 
     with_peer(monkeypatch, talk)
