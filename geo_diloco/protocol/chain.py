@@ -247,6 +247,7 @@ class Chain:
             self._history.settle(floor)
         updates = self._pruning.due()
         entries = self.election.forget(self._history.floor)
+        self._drop_old()
         return [Prune(updates, entries)] if updates or entries else []
 
     def tail(self, head: Head) -> list[tuple[Entry, Digest]]:
@@ -315,13 +316,15 @@ class Chain:
         self._stored.discard(digest)
 
     def _drop_old(self) -> None:
-        """Entries of other chains, at places that are decided."""
+        """Entries of other chains, at places that are decided: those that no later reform can lead to, because the
+        election has forgotten them. It takes no entry twice, so what is dropped before is never had again."""
         if self._parted is not None and self._reforms(self._parted.entry):
             return  # some of them may lead to what goes on
         self._parted = None
         for digest in [d for d, entry in self._entries.items() if entry.header.seq <= self.ledger.seq]:
-            self._drop(digest)
             self._updates.pop(digest, None)
+            if not self.election.knows(digest):
+                self._drop(digest)
 
     # -- back -----------------------------------------------------------------------------------------------------
 
@@ -343,7 +346,10 @@ class Chain:
         self._contained = [
             min(version, head.version) for version, head in zip(self._contained, again.heads, strict=True)
         ]
-        commits = sum(isinstance(entry, Commit) for entry in left)
+        commits = sum(isinstance(entry, Commit) for entry, _ in left)
+        for entry, digest in left:  # the next reform may go on from one of them
+            self._entries[digest] = entry
+            self._updates.pop(digest, None)
         text = f"abandoned by the owner's reform: {len(left)} entries after {to}, {commits} of them commits"
         return [Note("chain", text, "warning"), *self._on_rewound(to), *self.fold.rewind(held, again.heads)]
 

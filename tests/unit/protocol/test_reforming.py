@@ -161,6 +161,26 @@ def test_a_learner_beyond_the_reform_goes_back_and_carries() -> None:
     assert persist.resume_at.lineage == 1 and persist.resume_at.heads[0].base == branch.events[-1].digest
 
 
+@pytest.mark.parametrize("is_durable", [True, False], ids=["durable once", "never durable"])
+def test_a_second_reform_may_go_on_from_what_the_first_has_abandoned(is_durable: bool) -> None:
+    """Its entries are taken in once; a peer that had dropped them by then would wait for ever."""
+    learning, chain = begun()
+    new = [chain.commit(0), chain.commit(0), chain.record()]
+    for event in new:
+        take(learning, event) if is_durable else learning.give(event)
+    first = reformed(chain, 1)
+    first.commit(0)
+    first.commit(0)
+    heard(learning, first, 1)
+    assert learning.core.ledger.head_digest == first.events[-1].digest
+    second = reformed(chain, 4, lineage=2)
+    heard(learning, second, 4)
+    assert learning.core.ledger.head_digest == second.events[-1].digest
+    second.commit(0)
+    take_on(learning, second)
+    assert learning.core.ledger.head_digest == second.events[-1].digest
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (2, 0, 3, 1), (3, 1, 2, 0)])
 def test_a_reform_on_top_of_what_was_never_durable_here_is_followed(order: tuple[int, ...]) -> None:
     """The head that the owner found best has entries that our chain went past without."""
