@@ -129,7 +129,6 @@ class Chain:
         self._durable = Head(rank, snapshot.head_digest)
         self._begin_fold([head.version for head in snapshot.heads])
         if not snapshot.whole_chain:
-            assert snapshot.opened is not None
             self.ledger.load(snapshot)
             self._history = History(self.ledger.copy(), entries_kept=self._entries_kept)
             self._root = Root(

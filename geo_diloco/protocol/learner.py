@@ -505,7 +505,6 @@ class Learner:
     def _resume_at(self) -> SnapshotLoaded:
         """Commits after it that are adopted already are in `heads`: the ledger passes over them."""
         self._move_floor()
-        assert self._floor.opened is not None
         return SnapshotLoaded(
             branch=self._floor.branch,
             term=self._floor.term,
