@@ -147,6 +147,11 @@ class Forks:
         node = self._at(seq)
         return None if node is None else node.head
 
+    def rank_of(self, digest: Digest) -> Rank | None:
+        """Of an entry known here, on whichever chain."""
+        node = self._nodes.get(digest)
+        return None if node is None else node.head.rank
+
     def last_syncer(self) -> PeerId | None:
         """Who appended the highest complete entry."""
         return None if self._best is None else self._best.entry.signer
