@@ -145,8 +145,8 @@ class ElectorDuty:
 
     def rank_of(self, ask: Ask) -> Rank | None:
         """Of the head that is asked with, by our own tree; none if it is not known here. A candidate could claim
-        anything, and be elected on a head that lacks what is durable. In a branch of which we can have no entry (we were
-        brought there by the owner's signature alone) it is believed: the owner has named us to go on with."""
+        anything, and be elected on a head that lacks what is durable. In a branch of which we can have no entry, as
+        the owner's signature alone brought us there, it is believed: he has named us to go on with."""
         forks = self._books.forks
         blind = forks.head.rank.lineage != self._books.record.lineage
         return ask.head.rank if blind else forks.rank_of(ask.head.digest)
