@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from geo_diloco.config import checked_contacts, manifest_from_bytes
 from geo_diloco.errors import (
     ConfigError,
     DirectoryError,
+    ManifestError,
     RefusedError,
     RemoteProtocolError,
     RunDirError,
@@ -28,12 +29,13 @@ from geo_diloco.manifest import RunId, RunManifest
 from geo_diloco.node.addresses import read_ports
 from geo_diloco.node.asking import known_contacts, likely_urls, named_in, visited_directory
 from geo_diloco.node.rundir import RunDir
+from geo_diloco.protocol.amendments import AMENDABLE
 from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.records import by_claim
 from geo_diloco.runtime.session import Session, fetch_manifest, fetch_status, make_session
-from geo_diloco.runtime.wire import url_from_address
+from geo_diloco.runtime.wire import INTEGER_MAX, url_from_address
 
 FIND_S = 30.0
 """A person waits for this."""
@@ -126,11 +128,12 @@ class Finder:
                     self.manifest = manifest_from_bytes(canonical)
                     self._runs.add(url)
                 status = await fetch_status(self.session, url)
+                _check_status(status, url)
         except TimeoutError:
             self.why_not = f"{url} does not answer in {ANSWER_S:.0f} s"
             self._silent_until[url] = time.monotonic() + SILENT_S
             return None
-        except (TransferError, RefusedError, RemoteProtocolError) as exc:
+        except (TransferError, RefusedError, RemoteProtocolError, ManifestError) as exc:
             self.why_not = str(exc)
             return None
         for address in named_in(status):
@@ -152,6 +155,69 @@ class Finder:
         """Whoever serves, of the highest term that is claimed."""
         serving = [each for each in await self.answers() if each.status.get("role") == "syncer"]
         return max(serving, key=lambda each: int(each.status.get("term", 0)), default=None)
+
+
+def _check_status(status: Mapping[str, Any], url: str) -> None:
+    """What the owner's commands read of it is of the form that `status_json` gives it: anybody may answer at an address
+    that is in the directory, and must not end the command. Raises RemoteProtocolError."""
+    election = status.get("election")
+    fine = {
+        "role": isinstance(status.get("role"), str),
+        "peer": _is_hex(status.get("peer"), 64),
+        "term": _are_counts([status.get("term", 0), status.get("lineage", 0)]),
+        "branch": _is_hex(status.get("branch"), 0, 64),
+        "rules": _are_rules(status.get("rules")),
+        "amended": _are(
+            status.get("amended"), lambda each: _are_counts([each["number"]]) and isinstance(each["order"], str)
+        ),
+        "election": election is None or _is_election(election),
+    }
+    for name, is_fine in fine.items():
+        if not is_fine:
+            raise RemoteProtocolError(f"{url} answers a status whose {name} makes no sense")
+
+
+def _is_hex(value: object, *lengths: int) -> bool:
+    return isinstance(value, str) and len(value) in lengths and not set(value) - set("0123456789abcdef")
+
+
+def _are_counts(values: object, number: int | None = None) -> bool:
+    """Integers as the wire allows them; -1 is the place before the first entry."""
+    listed = isinstance(values, list) and number in (None, len(values))
+    return listed and all(type(each) is int and -1 <= each <= INTEGER_MAX for each in values)  # type: ignore[attr-defined]
+
+
+def _are(values: object, is_one: Callable[[dict[str, Any]], bool]) -> bool:
+    """A list of objects, each of that form."""
+    try:
+        return isinstance(values, list) and all(isinstance(each, dict) and is_one(each) for each in values)
+    except KeyError:
+        return False
+
+
+def _are_rules(rules: object) -> bool:
+    return isinstance(rules, dict) and _are(
+        [rules.get(name) for name in AMENDABLE], lambda each: isinstance(each["value"], int | float | str)
+    )
+
+
+def _is_election(election: object) -> bool:
+    def is_seat(seat: dict[str, Any]) -> bool:
+        texts = (seat[name] for name in ("enrolment", "host", "address"))
+        return _is_hex(seat["peer"], 64) and all(isinstance(text, str) and len(text) < 1024 for text in texts)
+
+    def is_election(each: dict[str, Any]) -> bool:
+        best, syncer = each["best"], each["syncer"]
+        return (
+            _are([each["seat"]], is_seat)
+            and _are(each["offers"], lambda offer: is_seat(offer) and _are_counts(offer["held"], 3))
+            and _are_counts(each["held"], 3)
+            and (isinstance(best, list) and _are_counts(best[:3], 3) and _is_hex("".join(map(str, best[3:])), 0, 64))
+            and (isinstance(each["roster"], list) and all(_is_hex(peer, 64) for peer in each["roster"]))
+            and (syncer is None or (isinstance(syncer, list) and len(syncer) == 2))
+        )
+
+    return _are([election], is_election)
 
 
 @asynccontextmanager

@@ -76,8 +76,11 @@ class Stretch:
         return min(1.0, self.progress + (1 - self.progress) * gone)
 
     def share_at(self, progress: float) -> float:
-        """The other way round."""
-        if progress >= 1 or self.progress >= 1:
+        """The other way round. Where progress was at its end already, it does not tell how much has been done since: no
+        more than then, so that a run that is prolonged does not end at the next change of its syncer."""
+        if self.progress >= 1:
+            return min(1.0, self.share)
+        if progress >= 1:
             return 1.0
         gone = max(0.0, (progress - self.progress) / (1 - self.progress))
         return min(1.0, self.share + (1 - self.share) * gone)

@@ -122,7 +122,6 @@ class Chain:
         self.fold.start([head.version for head in snapshot.heads])
         self._pruning.start(len(snapshot.heads))
         if not snapshot.whole_chain:
-            assert snapshot.opened is not None
             self.ledger.load(snapshot)
             self._history = History(self.ledger.copy(), entries_kept=self._entries_kept)
             self._root = Root(
@@ -225,6 +224,7 @@ class Chain:
             self._history.settle(floor)
         updates = self._pruning.due()
         entries = self.election.forget(self._history.floor)
+        self._tail.settle(self.election.knows)
         return [Prune(updates, entries)] if updates or entries else []
 
     def tail(self, head: Head) -> list[tuple[Entry, Digest]]:
@@ -272,7 +272,7 @@ class Chain:
                 self._pruning.folded(entry)
             outcome += self._fold(entry, digest)
             self._tail.drop(digest)
-        self._tail.settle()
+        self._tail.settle(self.election.knows)
         return outcome
 
     def _fold(self, entry: Entry, digest: Digest) -> Outcome:
@@ -304,7 +304,9 @@ class Chain:
         again, left = self._history.back(to)
         self._pruning.rewound(to)
         self.ledger.become(again)
-        commits = sum(isinstance(entry, Commit) for entry in left)
+        commits = sum(isinstance(entry, Commit) for entry, _ in left)
+        for entry, digest in left:  # the next reform may go on from one of them
+            self._tail.take_back(digest, entry)
         text = f"abandoned by the owner's reform: {len(left)} entries after {to}, {commits} of them commits"
         return [Note("chain", text, "warning"), *self._on_rewound(to), *self.fold.rewind(held, again.heads)]
 

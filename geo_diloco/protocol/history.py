@@ -48,13 +48,13 @@ class History:
             if isinstance(entry, Commit):
                 self._made[entry.fragment] = head_of(entry, digest)
 
-    def back(self, to: Seq) -> tuple[Ledger, list[Entry]]:
+    def back(self, to: Seq) -> tuple[Ledger, list[tuple[Entry, Digest]]]:
         """The ledger as it was at entry `to`, not behind the floor, and what came after it, which is forgotten."""
         assert to >= self.floor, f"entry {to} lies behind {self.floor}"
-        left: list[Entry] = []
+        left: list[tuple[Entry, Digest]] = []
         while self._folded and self._folded[-1][0].header.seq > to:
-            left.append(self._folded.pop()[0])
-            self._size -= _size(left[-1])
+            left.append(self._folded.pop())
+            self._size -= _size(left[-1][0])
         again, made = self._base.copy(), dict(self._made)
         for entry, digest in self._folded:
             again.apply(entry, digest)

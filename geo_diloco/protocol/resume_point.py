@@ -64,7 +64,6 @@ class ResumePoint:
         """For a checkpoint taken now. Commits after it that are adopted already are in its heads: the ledger passes
         over them."""
         self.adopted(heads)
-        assert self._floor.snapshot.opened is not None
         return replace(self._floor.snapshot, heads=tuple(heads))
 
     def _here(self, commit: tuple[FragmentId, Version] | None) -> _Position:

@@ -7,7 +7,7 @@ have, but can be followed only when the entries are here on which it stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from geo_diloco.manifest import Digest, Seq
 from geo_diloco.protocol.effects import KeepEntry
@@ -62,14 +62,22 @@ class Tail:
         self._entries.pop(digest, None)
         self._stored.discard(digest)
 
-    def settle(self) -> None:
-        """The ledger went on: entries of other chains, at places that are decided, may go."""
+    def take_back(self, digest: Digest, entry: Entry) -> None:
+        """The owner's reform left it behind: it is not on the ledger any more."""
+        self._entries[digest] = entry
+        self._awaited.pop(digest, None)
+
+    def settle(self, knows: Callable[[Digest], bool]) -> None:
+        """The ledger went on: entries of other chains, at places that are decided, may go when no later reform can lead
+        to them, because the election does not know them any more. It takes none twice: what is dropped before that is
+        never had again."""
         if self._parted is not None and self.goes_before(self._parted.entry):
             return  # some of them may lead to what goes on
         self._parted = None
         for digest in [d for d, entry in self._entries.items() if entry.header.seq <= self._ledger.seq]:
-            self.drop(digest)
             self._awaited.pop(digest, None)
+            if not knows(digest):
+                self.drop(digest)
 
     # -- on this disk ---------------------------------------------------------------------------------------------
 

@@ -8,8 +8,11 @@ talks too fast wait, never by dropping what was said.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import math
 import resource
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +21,8 @@ from typing import Any, Protocol, cast
 CONNECTIONS_MAX = 4096
 CONNECTIONS_MIN = 64
 LOOK_S = 1.0
+OCCASION_S = 60.0
+"""An order follows its nonce within this time."""
 
 
 class Handlers(Protocol):
@@ -127,3 +132,33 @@ class Allowance:
         wait_s = self.wait_s(size)
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)
+
+
+class Occasions:
+    """Nonces for an owner's orders, each good once and for a while. One of ours is recognised, not remembered, so
+    whoever asks for many takes away nobody's."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._taken: dict[str, float] = {}
+        """Those used, and when they were made: as many as the owner gave orders of late."""
+
+    def new(self, now: float) -> str:
+        """`now` in seconds, by a clock that never goes back."""
+        told = f"{int(now * 1000):016x}{secrets.token_hex(8)}"
+        return told + self._mark(told)
+
+    def take(self, nonce: str, now: float) -> bool:
+        """Whether it is ours, not too old, and not taken yet. To be asked once it is known who shows it."""
+        told, mark = nonce[:32], nonce[32:]
+        if not nonce.isascii() or not hmac.compare_digest(mark, self._mark(told)):
+            return False
+        made = int(told[:16], 16) / 1000
+        self._taken = {each: at for each, at in self._taken.items() if now - at <= OCCASION_S}
+        if now - made > OCCASION_S or nonce in self._taken:
+            return False
+        self._taken[nonce] = made
+        return True
+
+    def _mark(self, told: str) -> str:
+        return hmac.new(self._key, told.encode(), hashlib.sha256).hexdigest()

@@ -33,7 +33,7 @@ from geo_diloco.runtime.control import (
     is_nonce_half,
     new_nonce_half,
 )
-from geo_diloco.runtime.door import Allowance, Doorkeeper, address_of, connections_max
+from geo_diloco.runtime.door import Allowance, Doorkeeper, Occasions, address_of, connections_max
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import ByteCounters
 from geo_diloco.runtime.sockets import prepare
@@ -132,7 +132,7 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
         self._status_at: float | None = None
         self._status_body = b""
-        self._order_nonce_now = ""
+        self._occasions = Occasions()
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which the system chose if 0 was given. Raises ConfigError if it is not free."""
@@ -238,9 +238,9 @@ class HttpServer:
     # ---- the owner's orders
 
     async def _order_nonce(self, request: web.Request) -> web.StreamResponse:
-        """Of the one order that may follow; the newest counts."""
-        self._order_nonce_now = new_nonce_half()
-        return await self._answer(request, self._order_nonce_now.encode(), "text/plain")
+        """Of the one order that may follow it, soon."""
+        nonce = self._occasions.new(asyncio.get_running_loop().time())
+        return await self._answer(request, nonce.encode(), "text/plain")
 
     async def _order(self, request: web.Request) -> web.StreamResponse:
         length = request.content_length
@@ -248,13 +248,13 @@ class HttpServer:
             raise Refusal(413, "too-large", f"an order of at most {2 * ORDER_BYTES_MAX} bytes is wanted")
         async with aclosing(read_body(request, length)) as chunks:
             text = b"".join([chunk async for chunk in chunks])
-        nonce, self._order_nonce_now = self._order_nonce_now, ""
         try:
             order, signer = open_order(text)
         except RemoteProtocolError as exc:
             raise Refusal(400, "bad-order", str(exc)) from exc
         owner = self._identity.peer_id if order.wish == "hand_over" else self._port.owner
-        if (signer, order.run) != (owner, self._port.run) or not nonce or order.nonce != nonce:
+        is_his = (signer, order.run) == (owner, self._port.run)
+        if not is_his or not self._occasions.take(order.nonce, asyncio.get_running_loop().time()):
             raise Refusal(403, "not-the-owner", "signed by another key, for another run, or on another occasion")
         try:
             answer = self._port.order(order)

@@ -30,7 +30,7 @@ def test_no_seed_breaks_a_rule(part: int) -> None:
     came_to = swarm(part * size, size, seconds=60)
     assert came_to["violations"] == []
     assert int(str(came_to["elections"])) > 2 * size, "a swarm without elections shows nothing"
-    assert int(str(came_to["healed"])) > 0.8 * size, "nor one that nothing is demanded of"
+    assert int(str(came_to["healed"])) >= 0.8 * size, "nor one that nothing is demanded of"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -306,7 +306,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(votes_for_a_peer_whatever_its_boot, 12, "I0"),
     Mutant(takes_the_lease_by_the_wall_clock, 22, "I8"),
     Mutant(ranks_by_seq_alone, 103, "I3"),
-    Mutant(calls_older_terms_durable, 21, "R15"),
+    Mutant(calls_older_terms_durable, 3, "R15"),
     Mutant(acks_before_the_blob_is_there, 0, "R0|I6"),
     Mutant(asks_without_catching_up, 67, "I9"),
     Mutant(lets_its_chain_change_while_it_asks, 59, "I12"),
@@ -322,7 +322,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(promises_less_than_the_lease, 175, "I8"),
     Mutant(lets_held_sink, 0, "I5"),
     Mutant(appends_after_the_hand_over, 11, "I7"),
-    Mutant(counts_an_elector_without_its_disk, 10, "I6"),
+    Mutant(counts_an_elector_without_its_disk, 21, "I6"),
     Mutant(serves_on_in_the_branch_it_left, 88, "I10"),
     Mutant(stays_in_the_branch_it_can_not_leave_by_entries, 81, "I10"),
 )

@@ -167,7 +167,8 @@ class Root:
     roster: Roster
     """In force at `head`."""
     roster_seq: Seq
-    opened: Opened
+    opened: Opened | None
+    """None if `head` begins a branch: a first, or one that the owner's reform went on from before it was opened."""
     amendments: int = 0
     """Number of the newest before it."""
 

@@ -9,7 +9,7 @@ from geo_diloco.manifest import MonoMs, PeerId, Seq, Term
 from geo_diloco.protocol.effects import SendEntries
 from geo_diloco.protocol.election.ballots import Ack, Append, Ask, Head, Need, Offer, PeerBoot, Rank, Refuse, Vote
 from geo_diloco.protocol.election.books import Books, Deadline
-from geo_diloco.protocol.election.voting import Promise, binds, may_vote
+from geo_diloco.protocol.election.voting import Promise, binds, may_vote, text
 from geo_diloco.protocol.events import Sighting
 
 OFFER_MS = 1_000
@@ -124,6 +124,11 @@ class ElectorDuty:
         """Vote or refuse; true if it was a vote."""
         books = self._books
         rank = self.rank_of(ask)
+        if rank is None:
+            books.need(candidate.peer, books.forks.points(), now)
+            self.vote_reason = f"no vote: {text(ask.head.rank)} is not known here"
+            books.say(candidate.peer, Refuse(reason="vote", detail=self.vote_reason, term=books.record.term))
+            return False
         verdict = may_vote(books.record, term=term, candidate=candidate, rank=rank, promise=self.promise, now=now)
         self.vote_reason = verdict.reason
         if not verdict.yes:
@@ -138,11 +143,16 @@ class ElectorDuty:
         books.say(candidate.peer, vote)
         return True
 
-    def rank_of(self, ask: Ask) -> Rank:
-        return ask.head.rank
+    def rank_of(self, ask: Ask) -> Rank | None:
+        """Of the head that is asked with, by our own tree; none if it is not known here. A candidate could claim
+        anything, and be elected on a head that lacks what is durable. In a branch of which we can have no entry, as
+        the owner's signature alone brought us there, it is believed: he has named us to go on with."""
+        forks = self._books.forks
+        blind = forks.head.rank.lineage != self._books.record.lineage
+        return ask.head.rank if blind else forks.rank_of(ask.head.digest)
 
     def need(self, sender: PeerId, need: Need, now: MonoMs, *, serving: bool) -> None:
-        """Hand on entries; a candidate gets the blobs too, one candidate at a time."""
+        """Hand on entries; a candidate gets the blobs too, one candidate at a time. `serving`: or asking for votes."""
         if not serving and self._supplying is not None:
             to, until = self._supplying
             if to != sender and now < until:

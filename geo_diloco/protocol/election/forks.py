@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from geo_diloco.manifest import BranchId, Digest, PeerId, Seq, Term
-from geo_diloco.protocol.election.ballots import NO_HEAD, EntryFacts, Head, Opened, Rank, Root, Roster, Use
+from geo_diloco.protocol.election.ballots import NO_HEAD, EntryFacts, EntryKind, Head, Opened, Rank, Root, Roster, Use
 from geo_diloco.protocol.election.validity import Before, why_not_next
 
 SENT_MAX = 256
@@ -147,6 +147,11 @@ class Forks:
         node = self._at(seq)
         return None if node is None else node.head
 
+    def rank_of(self, digest: Digest) -> Rank | None:
+        """Of an entry known here, on whichever chain."""
+        node = self._nodes.get(digest)
+        return None if node is None else node.head.rank
+
     def last_syncer(self) -> PeerId | None:
         """Who appended the highest complete entry."""
         return None if self._best is None else self._best.entry.signer
@@ -158,20 +163,22 @@ class Forks:
     def plant(self, root: Root) -> None:
         """Begin at a snapshot's entry instead of `found`."""
         assert not self._nodes, "the tree has begun"
-        rank = root.head.rank
+        rank, opened = root.head.rank, root.opened
+        begins: EntryKind = "reform" if rank.lineage else "found"
         entry = EntryFacts(
-            kind="record",
+            kind="record" if opened is not None else begins,
             branch=root.branch,
             term=rank.term,
             seq=rank.seq,
             prev=Digest(""),
             digest=root.head.digest,
-            signer=root.opened.syncer,
+            signer=self._owner if opened is None else opened.syncer,
         )
-        node = _Node(entry, None, root.head, root.branch, root.roster, root.roster_seq, root.opened, root.amendments)
+        node = _Node(entry, None, root.head, root.branch, root.roster, root.roster_seq, opened, root.amendments)
         node.stored = node.complete = self._cut = True
         self._nodes[entry.digest] = self._by_place[root.branch, rank.term, rank.seq] = node
-        self._terms[root.branch, rank.term] = root.opened
+        if opened is not None:
+            self._terms[root.branch, rank.term] = opened
         self._chain, self._base, self._best, self._planted = [node], rank.seq, node, entry.digest
 
     # -- growing --------------------------------------------------------------------------------------------------

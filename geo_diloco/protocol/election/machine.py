@@ -46,6 +46,10 @@ from geo_diloco.protocol.election.status import ElectionRole, ElectionStatus
 from geo_diloco.protocol.election.tenure import Tenure
 from geo_diloco.protocol.events import EntryLost, EntryStored, HandoverAsked, Sighted, Tick, VotePersisted
 
+LEAP_MAX = 1 << 20
+"""Terms by which a ballot may be ahead of us: who missed more than that hears of them by entries. Terms are bounded on
+the wire, and whoever could raise ours to the highest at once would end all elections for ever."""
+
 
 class Election:
     """The election of one process. The first event is `Started`."""
@@ -252,6 +256,9 @@ class Election:
     # -- ballots --------------------------------------------------------------------------------------------------
 
     def _heard(self, heard: Heard, now: MonoMs) -> None:
+        if heard.term > self._books.record.term + LEAP_MAX:
+            self._books.note("election", f"{heard.sender[:8]} speaks of term {heard.term}, which no run gets to")
+            return
         if self._fenced(heard, now):
             return
         sender, ballot = heard.sender, heard.ballot
@@ -260,7 +267,7 @@ class Election:
             case Offer():
                 self._offered(sender, ballot, now)
             case Need():
-                self._elector.need(sender, ballot, now, serving=self._tenure.service is not None)
+                self._elector.need(sender, ballot, now, serving=self.role != "peer")
             case Ask():
                 self._asked(speaker, heard.term, ballot, now)
             case Vote():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,17 +12,19 @@ from typing import Any
 
 import pytest
 
-from geo_diloco.errors import ConfigError, InviteError, ManifestError, RunDirError
+from geo_diloco.errors import ConfigError, InviteError, ManifestError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import CodecSpec, PeerId, RunId, RunManifest
 from geo_diloco.node import owning
 from geo_diloco.node.amending import _changes, _named
-from geo_diloco.node.owning import finding, owned, wait_syncer
+from geo_diloco.node.owning import _check_status, finding, owned, wait_syncer
 from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present
+from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.amendments import Changes
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.session import Session
 from geo_diloco.runtime.store import BlobStore
+from tests.support.standing import Standing, seated_chain
 from tests.unit.runtime import samples
 
 A, B, C, D = (letter * 64 for letter in "abcd")
@@ -198,6 +201,7 @@ def test_contacts_are_asked_besides_the_run_directorys_own_peer(
 
     monkeypatch.setattr(owning, "visited_directory", shut)
     monkeypatch.setattr(owning, "manifest_from_bytes", lambda canonical: MANIFEST)
+    monkeypatch.setattr(owning, "_check_status", lambda status, url: None)
 
     async def go() -> None:
         async with samples.served(BlobStore(tmp_path / "blobs")) as it:
@@ -233,3 +237,62 @@ def test_who_says_nothing_is_waited_for_once(tmp_path: Path, monkeypatch: pytest
 
     asyncio.run(go())
     assert len(asked) == 1
+
+
+# ---- what strangers answer
+
+
+def told() -> dict[str, Any]:
+    """A peer's status, as it comes over the wire."""
+    standing = Standing(seated_chain())
+    said = status_json(
+        standing.core.status(standing.now),
+        Counters(),
+        run="r",
+        name="n",
+        peer=A,
+        heldout_at={},
+        disk_bytes=0,
+        lease_ms=None,
+    )
+    offers = [offer(B, seq=5)]
+    said["election"] |= {"offers": offers}
+    said["amended"] = [{"number": 1, "seq": 3, "order": "as signed"}]
+    read: dict[str, Any] = json.loads(json.dumps(said))
+    return read
+
+
+def test_a_peers_own_status_makes_sense() -> None:
+    _check_status(told(), "http://b:1")
+
+
+@pytest.mark.parametrize("bad", ["x", -2, 1 << 60, 1.5, [], {}, [1], [{}], [{"peer": 1, "number": "x"}]], ids=repr)
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("term",),
+        ("branch",),
+        ("rules",),
+        ("rules", "eta"),
+        ("amended", 0),
+        ("amended", 0, "number"),
+        ("election",),
+        ("election", "offers", 0),
+        ("election", "offers", 0, "held"),
+        ("election", "seat"),
+        ("election", "seat", "peer"),
+        ("election", "best"),
+        ("election", "held"),
+        ("election", "syncer"),
+        ("election", "roster", 0),
+    ],
+    ids=str,
+)
+def test_a_status_that_makes_no_sense_is_no_answer(where: tuple[Any, ...], bad: Any) -> None:
+    """Anybody with an invite is in the directory: whatever he answers, the owner's command goes on with others."""
+    said = inside = told()
+    for each in where[:-1]:
+        inside = inside[each]
+    inside[where[-1]] = bad
+    with pytest.raises(RemoteProtocolError, match=f"answers a status whose {where[0]} makes no sense"):
+        _check_status(said, "http://b:1")

@@ -52,6 +52,14 @@ def amendments(effects: list[Effect]) -> list[Amendment]:
 # ---- the rules in force
 
 
+def test_a_run_prolonged_at_its_end_does_not_end_when_the_next_syncer_takes_over() -> None:
+    """Its minutes are counted again from the progress on the chain, which was at its end before it was prolonged."""
+    stretch = Stretch(progress=1.0, share=0.25)
+    assert stretch.share_at(1.0) == 0.25
+    assert Stretch(progress=1.0, share=1.0).share_at(1.0) == 1.0
+    assert Stretch(progress=0.5, share=0.2).share_at(1.0) == 1.0
+
+
 def test_the_rules_in_force_are_the_manifests_with_every_amendment_made() -> None:
     chain = ChainBuilder.opened()
     chain.amendment(1, quorum=2, eta=0.5)

@@ -235,7 +235,12 @@ def test_of_two_chains_that_of_the_later_term_counts_and_the_other_is_never_fold
     known.durable(theirs.events[4])
     assert known.new() == [2, 3, 4]
     assert known.chain.ledger.head_digest == theirs.events[4].digest
-    assert not known.chain._tail, "what is decided is forgotten"
+    assert len(known.chain._tail) == 1 and ours.events[3].digest in known.chain._tail, "a later reform may lead there"
+    for seq in (3, 4):
+        known.stored(theirs.events[seq])
+    for _ in range(2):
+        known.chain.kept(SnapshotKept(Seq(4)))
+    assert not known.chain._tail, "what is decided for good is forgotten"
 
 
 def test_a_shorter_chain_of_a_later_term_counts() -> None:

@@ -41,7 +41,7 @@ def test_going_back_is_as_if_the_rest_had_never_been(number: int, floors: list[i
     to = min(last, max(past.floor, back))
     ledger, left = past.back(Seq(to))
     assert ledger == builder.fork(to).ledger()
-    assert left == [event.entry for event in builder.events[to + 1 :]]
+    assert left == [(event.entry, event.digest) for event in builder.events[to + 1 :]]
     assert past.back(Seq(to)) == (ledger, []), "what was left behind is forgotten"
 
 

@@ -23,7 +23,7 @@ from geo_diloco.protocol.effects import (
     TokensMerged,
 )
 from geo_diloco.protocol.election.ballots import Need, Refuse
-from geo_diloco.protocol.events import Applied, Connected, EntryArrived, EntryStored, FragmentReplaced, Saved
+from geo_diloco.protocol.events import Applied, Connected, EntryArrived, EntryStored, FragmentReplaced, Resumed, Saved
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import Commit, Durable, EntryHeader, Open, Reform
 from geo_diloco.protocol.peer import Peer
@@ -159,6 +159,46 @@ def test_a_learner_beyond_the_reform_goes_back_and_carries() -> None:
     adopt(learning, 1)
     (persist,) = only(learning.give(Saved(1, learning.step, learning.tokens)), PersistAccounts)
     assert persist.resume_at.lineage == 1 and persist.resume_at.heads[0].base == branch.events[-1].digest
+
+
+@pytest.mark.parametrize("is_durable", [True, False], ids=["durable once", "never durable"])
+def test_a_second_reform_may_go_on_from_what_the_first_has_abandoned(is_durable: bool) -> None:
+    """Its entries are taken in once; a peer that had dropped them by then would wait for ever."""
+    learning, chain = begun()
+    new = [chain.commit(0), chain.commit(0), chain.record()]
+    for event in new:
+        take(learning, event) if is_durable else learning.give(event)
+    first = reformed(chain, 1)
+    first.commit(0)
+    first.commit(0)
+    heard(learning, first, 1)
+    assert learning.core.ledger.head_digest == first.events[-1].digest
+    second = reformed(chain, 4, lineage=2)
+    heard(learning, second, 4)
+    assert learning.core.ledger.head_digest == second.events[-1].digest
+    second.commit(0)
+    take_on(learning, second)
+    assert learning.core.ledger.head_digest == second.events[-1].digest
+
+
+def test_a_checkpoint_may_be_of_a_branch_that_nobody_has_opened() -> None:
+    """The owner reforms once more, on top of a reform whose first term did not get to whoever is left."""
+    learning, chain = begun()
+    learning.train()
+    first = reformed(chain, 1)
+    heard(learning, first, 1)
+    assert learning.core.ledger.seq == 3
+    second = reformed(first, 2, lineage=2)
+    del second.events[4:]
+    learning.give(second.events[-1])
+    assert learning.core.ledger.head_digest == first.events[2].digest
+    (persist,) = only(learning.give(Saved(1, learning.step, learning.tokens)), PersistAccounts)
+    assert (persist.resume_at.head_digest, persist.resume_at.opened) == (first.events[2].digest, None)
+    again = Learning(persist.resume_at)
+    again.give(Resumed(persist.step, persist.tokens, persist.accounts, 0, 0))
+    second = reformed(first, 2, lineage=2)
+    heard(again, second, 2)
+    assert again.core.ledger.head_digest == second.events[-1].digest
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (2, 0, 3, 1), (3, 1, 2, 0)])

@@ -72,6 +72,33 @@ def test_entries_are_wanted_that_follow_the_ledger_and_are_not_far_beyond_what_i
     assert wanted(tail_of(builder), builder, durable=5) == [4, 5, 6, 7]
 
 
+def forgotten(digest: Digest) -> bool:
+    """By the election."""
+    return False
+
+
+def test_what_a_later_reform_may_lead_to_stays() -> None:
+    builder = chain()
+    known, unknown = builder.events[1:3]
+    tail = tail_of(builder, known, unknown)
+    for event in (known, unknown):
+        tail.keep(event.digest, update=True)
+        tail.stored(event.digest)
+    tail.settle(lambda digest: digest == known.digest)
+    assert [event.digest in tail for event in (known, unknown)] == [True, False]
+    assert tail.is_stored(known.digest) and not tail.is_stored(unknown.digest)
+
+
+def test_what_a_reform_left_behind_is_in_it_again() -> None:
+    builder = chain()
+    event = builder.events[4]
+    tail = tail_of(builder, event)
+    tail.keep(event.digest, update=True)
+    tail.drop(event.digest)
+    tail.take_back(event.digest, event.entry)
+    assert tail[event.digest] == event.entry and not tail.awaits(event.digest)
+
+
 def test_what_is_decided_goes_when_the_ledger_has_got_there() -> None:
     builder = chain()
     passed_over, there, beyond = builder.events[2:5]
@@ -79,7 +106,7 @@ def test_what_is_decided_goes_when_the_ledger_has_got_there() -> None:
     for event in (passed_over, there, beyond):
         tail.keep(event.digest, update=True)
     tail.stored(there.digest)
-    tail.settle()
+    tail.settle(forgotten)
     assert [event.digest in tail for event in (passed_over, there, beyond)] == [False, False, True]
     assert [tail.awaits(event.digest) for event in (passed_over, there, beyond)] == [False, False, True]
     assert not tail.is_stored(there.digest)
@@ -152,7 +179,7 @@ def test_while_a_reform_waits_what_leads_there_is_wanted_and_kept() -> None:
     tail = tail_of(builder, builder.events[2])
     tail.part(waiting)
     assert wanted(tail, builder, durable=-5000, floor=1) == [2, 3, 4, 5, 6]
-    tail.settle()
+    tail.settle(forgotten)
     assert builder.events[2].digest in tail
 
 
@@ -176,7 +203,7 @@ def test_a_reform_that_is_no_later_than_ours_any_more_keeps_nothing() -> None:
     tail.add(builder.events[2].digest, builder.events[2].entry)
     tail.part(reform(builder, 6))
     ledger.apply(followed.entry, followed.digest)
-    tail.settle()
+    tail.settle(forgotten)
     assert builder.events[2].digest not in tail
     assert tail.joined(builder.events[6].digest) is None
 

@@ -11,6 +11,7 @@ import pytest
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import RunId
+from geo_diloco.runtime.door import OCCASION_S, Occasions
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import TransferRefused, give_order
 from geo_diloco.runtime.store import BlobStore
@@ -68,6 +69,34 @@ def test_nobody_else_is(tmp_path: Path) -> None:
         assert len(it.port.orders) == 1
 
     with_server(tmp_path, talk)
+
+
+def test_whoever_asks_for_many_occasions_takes_away_nobodys(tmp_path: Path) -> None:
+    async def talk(it: Served) -> None:
+        async def others_ask() -> None:
+            for _ in range(100):
+                with pytest.raises(TransferRefused):
+                    await give_order(it.session, it.url, lambda nonce: "nonsense")
+
+        nonces: list[str] = []
+        with pytest.raises(TransferRefused):  # its owner was about to give one
+            await give_order(it.session, it.url, lambda nonce: nonces.append(nonce) or "")  # type: ignore[func-returns-value]
+        await others_ask()
+        await give_order(it.session, it.url, lambda _: seal_order(replace(ORDER, nonce=nonces[0]), it.identity))
+        assert len(it.port.orders) == 1
+
+    with_server(tmp_path, talk)
+
+
+def test_an_occasion_is_good_once_and_not_for_long() -> None:
+    occasions, others = Occasions(), Occasions()
+    nonce = occasions.new(5.0)
+    assert not others.take(nonce, 5.0), "of another process start"
+    assert occasions.take(nonce, 5.0 + OCCASION_S)
+    assert not occasions.take(nonce, 5.0 + OCCASION_S)
+    assert not occasions.take(occasions.new(5.0), 5.1 + OCCASION_S)
+    for forged in ("", nonce[:-1], nonce[:32], "f" * 96, "\u00e9" + nonce[1:], nonce[::-1]):
+        assert not occasions.take(forged, 5.0)
 
 
 def test_what_the_runs_owner_orders_a_syncers_own_key_can_not(tmp_path: Path) -> None:

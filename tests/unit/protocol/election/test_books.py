@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from geo_diloco.manifest import MonoMs, Seq, Term
+from geo_diloco.manifest import MonoMs, Seq
 from geo_diloco.protocol.effects import PersistVote
-from geo_diloco.protocol.election.ballots import NO_HEAD, Ack, Append, Ask, Head, Need, Rank, Vote
+from geo_diloco.protocol.election.ballots import NO_HEAD, Ack, Append, Ask, Need, Vote
 from geo_diloco.protocol.election.books import NEED_MS, NEEDS_MAX, Books, Deadline, ElectionRules, Jitter
 from geo_diloco.protocol.election.polls import EntriesArrived, EntrySealed, FoundingAsked, SealOpen, ServiceEnded, Tell
 from geo_diloco.protocol.events import EntryStored, VotePersisted
 from tests.support.election_parts import A, B, Bench, Chain, ballots, boot, seat
-
-RANK = Rank(0, Term(9), Seq(99))
 
 
 def waiting_elector() -> Bench:
@@ -24,7 +22,7 @@ def waiting_elector() -> Bench:
 
 
 def ask(bench: Bench, term: int) -> list[object]:
-    return list(bench.hear(A, Ask(head=Head(RANK, NO_HEAD.digest)), term=term))
+    return list(bench.hear(A, Ask(head=bench.machine.best), term=term))
 
 
 def numbers(bench: Bench) -> list[int]:

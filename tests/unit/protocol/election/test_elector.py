@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from geo_diloco.manifest import MonoMs, PeerId, Seq, Term
+from geo_diloco.manifest import BranchId, Digest, MonoMs, PeerId, Seq, Term
 from geo_diloco.protocol.election.ballots import (
+    NO_HEAD,
     Ack,
     Append,
     Ask,
+    Ballot,
     Head,
     Need,
     Offer,
@@ -20,10 +22,15 @@ from geo_diloco.protocol.election.ballots import (
     Vote,
 )
 from geo_diloco.protocol.election.elector import CANDIDATES_MAX, OFFER_MS, OFFER_OUTSIDE_MS, SUPPLY_MS
+from geo_diloco.protocol.election.machine import LEAP_MAX
+from geo_diloco.protocol.election.polls import EntriesArrived
 from geo_diloco.protocol.events import EntryLost, EntryStored, Sighted, Sighting
 from tests.support.election_parts import RULES, A, B, Bench, C, Chain, D, E, ballots, boot, founded, offer_of, seat
 
 PROMISE_MS = RULES.promise_ms
+TERM_MAX = (1 << 53) - 1
+"""On the wire."""
+NEED = Need(points=())
 
 
 def served(*, num_commits: int = 2) -> Chain:
@@ -136,6 +143,47 @@ def test_a_refusal_raises_the_term_only_of_who_is_free() -> None:
     free = elector(chain)
     ask(free, low, term=9)
     assert (free.machine.record.term, free.machine.record.voted_for) == (9, None)
+
+
+def test_a_candidate_that_claims_a_higher_rank_for_an_old_head_gets_no_vote() -> None:
+    """Elected on it, it would have left behind what is durable."""
+    chain = served(num_commits=3)
+    bench = elector(chain)
+    old = chain.entries[1]
+    claimed = Head(Rank(0, Term(7), Seq(99)), old.digest)
+    (refusal,) = ballots(list(bench.hear(C, Ask(head=claimed), term=2)), Refuse)
+    assert refusal[1].detail == "no vote: entry 1 of term 1 ranks below entry 4 of term 1, held here"
+
+
+def test_no_vote_on_a_head_that_is_not_known_here_until_the_candidate_has_shown_it() -> None:
+    chain = served()
+    bench = elector(chain)
+    behind = chain.fork()
+    chain.commits(2)
+    effects = ask(bench, chain, term=2)
+    assert [to for to, _ in ballots(effects, Need)] == [C] and not ballots(effects, Vote)
+    assert bench.machine.record.voted_for is None
+    bench.give(EntriesArrived(C, chain.facts()[len(behind.entries) :]))
+    assert ballots(ask(bench, chain, term=2), Vote), "the records are enough"
+
+
+def test_who_was_brought_into_a_branch_without_its_entries_votes_there() -> None:
+    bench = elector(served())
+    bench.machine._books.enter_branch(BranchId("5" * 64), 1, Term(1))
+    head = Head(Rank(1, Term(1), Seq(9)), Digest("6" * 64))
+    assert ballots(list(bench.hear(C, Ask(head=head), term=2)), Vote)
+
+
+@pytest.mark.parametrize("sender", [C, E], ids=["an elector", "a stranger"])
+@pytest.mark.parametrize("ballot", [Ask(head=NO_HEAD), Refuse(reason="term", detail="", term=Term(1)), NEED])
+def test_nobody_brings_a_term_to_the_end_of_numbers_at_once(sender: PeerId, ballot: Ballot) -> None:
+    """After it there would be no term to ask in."""
+    bench = elector(served())
+    for term in (TERM_MAX, bench.machine.record.term + LEAP_MAX + 1):
+        bench.hear(sender, ballot, term=term)
+    assert bench.machine.record.term == 1
+    bench.hear(C, NEED, term=LEAP_MAX)
+    assert bench.machine.record.term == LEAP_MAX
 
 
 # ---- acks -------------------------------------------------------------------------------------------------------
