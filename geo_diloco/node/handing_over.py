@@ -61,6 +61,8 @@ def _named(to: str, status: Mapping[str, Any]) -> PeerId | None:
     found = [peer for peer in electors if peer.startswith(to)]
     if len(found) != 1:
         raise ConfigError(f"--to {to}: names {len(found)} of the electors {', '.join(peer[:8] for peer in electors)}")
+    if found[0] == status.get("peer"):
+        raise ConfigError(f"--to {to}: that is this peer itself, which serves already; name another elector")
     return PeerId(found[0])
 
 

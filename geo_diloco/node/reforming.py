@@ -32,6 +32,9 @@ CATCH_UP_S = 30.0
 """Those who could serve fetch by themselves what others offer."""
 SERVES_S = 120.0
 ALL_LIVE = "all-live"
+LINEAGE_LEAP_MAX = 1000
+"""By how much a peer's reform may be later than the one that is gone on with: a claim beyond is a lie, and a reform
+that counts from it could be the last one, because numbers end."""
 
 
 Offers = dict[str, tuple[float, Any]]
@@ -194,10 +197,11 @@ def _intended(
     parent = max(heads)
     newest = max(statuses.values(), key=lambda status: tuple(status["election"]["best"][:3]))
     old = [str(peer) for peer in newest["election"]["roster"]]
-    lineages = [each.held.lineage for each in present.values()]
+    number = parent[0].lineage
+    lineages = [each.held.lineage for each in present.values() if each.held.lineage <= number + LINEAGE_LEAP_MAX]
     return Intended(
         parent=parent,
-        lineage=1 + max([parent[0].lineage, *lineages]),
+        lineage=1 + max([number, *lineages]),
         roster=tuple(roster),
         gone=tuple(peer for peer in old if PeerId(peer) not in present),
         num_old=len(old),

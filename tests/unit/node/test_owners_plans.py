@@ -16,6 +16,7 @@ from geo_diloco.errors import ConfigError, InviteError, ManifestError, RemotePro
 from geo_diloco.manifest import CodecSpec, PeerId, RunId, RunManifest
 from geo_diloco.node import owning
 from geo_diloco.node.amending import _changes, _named
+from geo_diloco.node.handing_over import _named as _to
 from geo_diloco.node.owning import _check_status, finding, owned, wait_syncer
 from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present
 from geo_diloco.observability import Counters, status_json
@@ -237,6 +238,19 @@ def test_who_says_nothing_is_waited_for_once(tmp_path: Path, monkeypatch: pytest
 
     asyncio.run(go())
     assert len(asked) == 1
+
+
+def test_who_claims_to_have_seen_reforms_without_end_is_not_counted_from() -> None:
+    liar = offer(D, seq=5) | {"held": [(1 << 53) - 1, 1, 1]}
+    assert intended({"http://a:1": status(A, seq=9, lineage=3)}, A, offers=(liar,)).lineage == 4
+    later = offer(D, seq=5) | {"held": [7, 1, 1]}
+    assert intended({"http://a:1": status(A, seq=9, lineage=3)}, A, offers=(later,)).lineage == 8
+
+
+def test_nobody_hands_over_to_himself() -> None:
+    with pytest.raises(ConfigError, match="that is this peer itself"):
+        _to(A[:8], {"peer": A, "election": {"roster": [A, B]}})
+    assert _to(B[:8], {"peer": A, "election": {"roster": [A, B]}}) == B
 
 
 # ---- what strangers answer
