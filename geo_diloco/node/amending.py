@@ -61,7 +61,11 @@ async def _amend(run: Owned, settings: Sequence[str], *, wait: bool, limit_s: fl
         changes = _changes(wanted, syncer.status, finder.manifest)
         order = _order(run, syncer.status, changes)
         signed = seal_amendment(order, run.identity)
-        await _give(finder.session, syncer, run, signed)
+        try:
+            await _give(finder.session, syncer, run, signed)
+        except TransferError:
+            if not wait:  # else whoever serves instead is given it, too
+                raise
         rules = await _wait_durable(finder, run, order, signed) if wait else None
     return {"number": order.number, "given": list(changes.given()), "rules": rules}
 

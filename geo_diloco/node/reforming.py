@@ -20,8 +20,10 @@ from geo_diloco.errors import ConfigError, DirectoryError, RemoteProtocolError, 
 from geo_diloco.manifest import BranchId, Digest, PeerId, Seq, Term
 from geo_diloco.node.owning import FIND_S, LOOK_S, Finder, Owned, finding, owned
 from geo_diloco.protocol.election.ballots import ELECTORS_MAX, Elector, Rank
-from geo_diloco.protocol.messages import EntryHeader, Found, Reform
-from geo_diloco.runtime.session import fetch_entries, give_order
+from geo_diloco.protocol.messages import Entry, EntryHeader, Found, Reform
+from geo_diloco.protocol.tail import TAIL_MAX
+from geo_diloco.runtime.proof import PROOF_ENTRIES_MAX, check_entry, is_of_proof, read_proof
+from geo_diloco.runtime.session import fetch_entries, fetch_proof, give_order
 from geo_diloco.runtime.wire import Order, Signed, open_entry, seal_entry, seal_order
 
 LOOK_AROUND_S = 12.0
@@ -242,12 +244,34 @@ async def _signed(finder: Finder, run: Owned, intended: Intended) -> Signed:
         if entry is None or entry.digest != digest:
             continue
         parent = open_entry(entry)
+        try:
+            await _check_parent(finder, run, each.url, entry, parent)
+        except (TransferError, RemoteProtocolError) as exc:
+            finder.why_not = str(exc)
+            continue
         begins = isinstance(parent, Found | Reform)
         branch = BranchId(digest) if begins else parent.header.branch
         header = EntryHeader(run=run.run, branch=branch, term=Term(1), seq=Seq(rank.seq + 1), prev=digest)
         roster = tuple(elector.elector for elector in intended.roster)
         return seal_entry(Reform(header=header, lineage=intended.lineage, roster=roster), run.identity)
-    raise TransferError(f"nobody shows entry {rank.seq} any more: try again")
+    raise TransferError(f"nobody shows entry {rank.seq} as one of this run: {finder.why_not or 'try again'}")
+
+
+async def _check_parent(finder: Finder, run: Owned, url: str, signed: Signed, parent: Entry) -> None:
+    """By the votes of electors, step by step from `found` on, whoever signed it served its term: else anybody with an
+    invite could make one up, and nobody could follow a reform on top of that."""
+    lines = await fetch_proof(finder.session, url, entries_max=PROOF_ENTRIES_MAX)
+    authority = read_proof(lines, run=run.run, founder=run.identity.peer_id)
+    seq = max(authority.seq + 1, parent.header.seq - TAIL_MAX)  # the newest terms may not be durable
+    while seq <= parent.header.seq:
+        entries = await fetch_entries(finder.session, url, seq)
+        if not entries:
+            raise TransferError(f"{url} shows no entry {seq}")
+        for each in entries:
+            entry, seq = open_entry(each), seq + 1
+            if is_of_proof(entry) and entry.header.seq <= parent.header.seq:
+                authority.add(each, entry)
+    check_entry(signed, parent, authority)
 
 
 async def _entry_at(finder: Finder, url: str, seq: int) -> Signed | None:

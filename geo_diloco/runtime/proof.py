@@ -42,6 +42,11 @@ class Authority:
         """The highest that is shown to be open."""
         return max(self.opened, default=Term(0))
 
+    @property
+    def seq(self) -> Seq:
+        """Of the newest entry shown."""
+        return self._last[1]
+
     def roster_at(self, seq: Seq) -> tuple[Seq, Roster]:
         return [each for each in self.rosters if each[0] <= seq][-1]
 
@@ -97,6 +102,17 @@ def read_proof(entries: Sequence[Signed], *, run: RunId, founder: PeerId) -> Aut
     for signed in entries[1:]:
         authority.add(signed, open_entry(signed))
     return authority
+
+
+def check_entry(signed: Signed, entry: Entry, authority: Authority) -> None:
+    """Raises RemoteProtocolError unless whoever served its term signed it, or the owner what is his to sign."""
+    if isinstance(entry, Found | Reform):
+        if BranchId(signed.digest) != authority.branch or entry.header.seq > authority.seq:
+            raise _wrong(signed, f"a {entry.kind} that does not begin the branch")
+        return
+    opened = authority.opened.get(entry.header.term)
+    if entry.header.branch != authority.branch or opened is None or opened.syncer != signed.signer:
+        raise _wrong(signed, f"an entry that the syncer of term {entry.header.term} did not sign")
 
 
 def check_snapshot(signed: Signed, snapshot: Snapshot, authority: Authority) -> None:

@@ -26,7 +26,7 @@ from geo_diloco.protocol.messages import (
 )
 from geo_diloco.runtime.chain import ChainCopy, counting_chain
 from geo_diloco.runtime.identity import Identity
-from geo_diloco.runtime.proof import check_snapshot, read_proof
+from geo_diloco.runtime.proof import check_entry, check_snapshot, read_proof
 from geo_diloco.runtime.store import ChainStore
 from geo_diloco.runtime.wire import Signed, open_entry, seal_amendment, seal_entry, seal_envelope, seal_snapshot
 
@@ -157,6 +157,30 @@ def test_what_counts_of_a_log_is_the_branch_of_the_latest_reform() -> None:
     longer = handed_over().record(2, SECOND).record(2, SECOND).record(2, SECOND)
     log = {signed.digest: open_entry(signed) for signed in (*longer.entries, *chain.entries)}
     assert [digest for digest, _ in counting_chain(log.items())] == [signed.digest for signed in chain.entries]
+
+
+def test_an_entry_is_of_this_run_if_whoever_served_its_term_signed_it() -> None:
+    chain = handed_over().record(2, SECOND)
+    authority = read_proof(proof(chain), run=RUN, founder=FOUNDER.peer_id)
+    assert authority.seq == 3
+    for signed in (chain.entries[0], chain.entries[1], chain.entries[-1]):
+        check_entry(signed, open_entry(signed), authority)
+    lies = (
+        handed_over().record(2, LIAR),
+        handed_over().record(2, FOUNDER),
+        handed_over().record(3, LIAR),
+        Chain().found(LIAR),
+        reformed(1, LIAR),
+    )
+    for lie in (*(each.entries[-1] for each in lies), reformed().entries[4]):
+        with pytest.raises(RemoteProtocolError, match="not proven"):
+            check_entry(lie, open_entry(lie), authority)
+    later = reformed()
+    authority = read_proof(proof(later), run=RUN, founder=FOUNDER.peer_id)
+    for signed in later.entries[4:]:
+        check_entry(signed, open_entry(signed), authority)
+    with pytest.raises(RemoteProtocolError, match="did not sign"):
+        check_entry(chain.entries[-1], open_entry(chain.entries[-1]), authority)
 
 
 WRONG: dict[str, Callable[[], list[Signed]]] = {
