@@ -302,7 +302,8 @@ class Chain:
         """The ledger as it was at that entry, and the outer state with it."""
         held = [head.version for head in self.ledger.heads]
         again, left = self._history.back(to)
-        self._pruning.rewound(to)
+        if self._pruning.rewound(to):
+            self.election.unfounded()
         self.ledger.become(again)
         commits = sum(isinstance(entry, Commit) for entry, _ in left)
         for entry, digest in left:  # the next reform may go on from one of them

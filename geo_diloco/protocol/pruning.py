@@ -60,14 +60,17 @@ class Pruning:
         self._num_named[commit.update.digest] += 1
         self._bytes += commit.update.size
 
-    def rewound(self, to: Seq) -> None:
-        """The owner's reform left behind what came after `to`, updates and snapshots; files of them stay."""
+    def rewound(self, to: Seq) -> bool:
+        """The owner's reform left behind what came after `to`, updates and snapshots; files of them stay. Whether the
+        newest snapshot was one of these: a process that started now would begin there."""
         for updates in self._updates:
             while updates and updates[-1].seq > to:
                 self._forget(updates.pop().blob)
         older, newest = self._snapshots
-        if newest is not None and newest > to:
-            self._snapshots = None, None if older is None or older > to else older
+        if newest is None or newest <= to:
+            return False
+        self._snapshots = None, None if older is None or older > to else older
+        return True
 
     def _forget(self, blob: BlobRef) -> bool:
         """Whether no commit left names it."""

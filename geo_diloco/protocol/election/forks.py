@@ -344,6 +344,13 @@ class Forks:
         if (node := self._nodes.get(digest)) is not None:
             self._complete_from(node)
 
+    def unfounded(self) -> None:
+        """No snapshot on disk is of our chain any more: nothing is complete until one is."""
+        for node in self._nodes.values():
+            node.complete = False
+        self._states.clear()
+        self._best, self._num_whole = None, 0
+
     def _complete_from(self, node: _Node) -> None:
         waiting = [node]
         while waiting:

@@ -110,6 +110,13 @@ class Election:
         """Of the entry there on the chain that counts; none if that is not known."""
         return self._books.forks.digest_at(seq)
 
+    def unfounded(self) -> None:
+        """The newest snapshot on this disk is of a branch that was left: nothing is acked until there is one of this,
+        or who is killed meanwhile could not go on with what it acked."""
+        self._books.forks.unfounded()
+        self._books.note_held()
+        self._candidacy.look_frozen()
+
     def head_at(self, seq: Seq) -> Head | None:
         """The same with its rank."""
         return self._books.forks.head_at(seq)

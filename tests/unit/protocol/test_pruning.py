@@ -79,7 +79,8 @@ def test_what_a_reform_left_behind_counts_no_more() -> None:
     pruning = folded(made)
     pruning.snapshot_kept(made[1].header.seq)
     pruning.snapshot_kept(made[6].header.seq)
-    pruning.rewound(made[3].header.seq)
+    assert pruning.rewound(made[3].header.seq)
+    assert not pruning.rewound(made[3].header.seq), "the one that is left is not beyond"
     assert pruning.floor is None, "of two snapshots one is of what was left behind"
     for commit in (again := [replace(each, update=BlobRef(Digest("f" * 64), SIZE)) for each in made[4:6]]):
         pruning.folded(commit)

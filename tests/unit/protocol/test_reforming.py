@@ -22,8 +22,17 @@ from geo_diloco.protocol.effects import (
     TokensDropped,
     TokensMerged,
 )
-from geo_diloco.protocol.election.ballots import Need, Refuse
-from geo_diloco.protocol.events import Applied, Connected, EntryArrived, EntryStored, FragmentReplaced, Resumed, Saved
+from geo_diloco.protocol.election.ballots import NO_HEAD, Need, Refuse
+from geo_diloco.protocol.events import (
+    Applied,
+    Connected,
+    EntryArrived,
+    EntryStored,
+    FragmentReplaced,
+    Resumed,
+    Saved,
+    SnapshotKept,
+)
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import Commit, Durable, EntryHeader, Open, Reform
 from geo_diloco.protocol.peer import Peer
@@ -226,6 +235,29 @@ def test_a_reform_on_top_of_what_was_never_durable_here_is_followed(order: tuple
     durable(learning, branch)
     assert learning.core.ledger.head_digest == branch.events[-1].digest
     assert learning.core.ledger.heads[0] == branch.ledger().heads[0]
+
+
+def test_who_keeps_only_a_snapshot_of_what_is_abandoned_acks_nothing_until_it_has_another() -> None:
+    """A process that started now would begin there, and could not get to what was acked."""
+    learning, chain = begun()
+    take(learning, chain.commit(0))
+    learning.train()
+    adopt(learning, 1)
+    learning.give(SnapshotKept(Seq(2)))
+    branch = reformed(chain, 1)
+    heard(learning, branch, 1)
+    assert learning.core.election.best == NO_HEAD
+    learning.give(SnapshotKept(branch.events[-1].entry.header.seq))
+    assert learning.core.election.best.digest == branch.events[-1].digest
+
+
+def test_who_keeps_a_snapshot_of_what_goes_on_acks_on() -> None:
+    learning, chain = begun()
+    learning.give(SnapshotKept(Seq(1)))
+    take(learning, chain.commit(0))
+    branch = reformed(chain, 1)
+    heard(learning, branch, 1)
+    assert learning.core.election.best.digest == branch.events[-1].digest
 
 
 def test_a_reform_that_connects_to_nothing_here_is_not_followed_by_parts() -> None:

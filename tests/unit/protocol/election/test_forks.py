@@ -354,6 +354,20 @@ def test_a_strangers_reform_parts_nobody() -> None:
     assert other.take((replace(new.entries[4], signer=C),)).parted is None
 
 
+def test_nothing_is_whole_without_a_snapshot_of_the_chain_until_there_is_one() -> None:
+    chain = served(num_commits=6)
+    forks = tree(chain)
+    forks.based_on(chain.entries[3].digest)
+    forks.unfounded()
+    assert (forks.best, forks.whole) == (NO_HEAD, NO_HEAD)
+    chain.commits(1)
+    forks.take(chain.facts()[-1:])
+    forks.stored(chain.entries[-1].digest)
+    assert forks.whole == NO_HEAD
+    forks.based_on(chain.entries[5].digest)
+    assert forks.best == forks.whole == chain.head, "what is stored after it counts again"
+
+
 # ---- finding each other ----------------------------------------------------------------------------------------
 
 
