@@ -156,7 +156,7 @@ class Member:
             chain=chain,
             shelf=self._shelf,
             role="learner" if trains else "follower",
-            hello=hello_facts(),
+            hello=hello_facts(pace_ms=self._config.pace_ms if trains else 0),
             may_serve=False,
             may_elect=self._config.elector,
         )
@@ -255,6 +255,7 @@ class Member:
             "bytes_in": lobby.counters.bulk_in + lobby.counters.control_in,
             "bytes_out": lobby.counters.bulk_out + lobby.counters.control_out,
         }
+        facts |= {"pace_ms": self._config.pace_ms} if self._config.pace_ms else {}
         facts |= lobby.bulk.lanes.status()
         if station is None:
             return facts

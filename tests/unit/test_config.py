@@ -329,6 +329,8 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ({"bootstraps": ["/ip4/192.0.2.1/tcp/1"]}, {}, '--bootstrap = ["/ip4/192.0.2.1/tcp/1"]; allowed is up to 15'),
         ({"bootstraps": [ADDRESS] * 16}, {}, '--bootstrap = ["/ip4/192.0.2.1'),
         ({"bootstraps": ["192.0.2.1:1"]}, {}, '--bootstrap = ["192.0.2.1:1"]; allowed is up to 15 multiaddresses'),
+        ({"pace_ms": -1}, {}, "--pace = -1; allowed is a whole number from 0 to 3600000"),
+        ({}, {"GEO_DILOCO_PACE_MS": "1.5"}, 'GEO_DILOCO_PACE_MS = "1.5"; allowed is a whole number from 0 to 3600000'),
         ({"save_every_s": 0}, {}, "--save-every-s = 0; allowed is a number from 0.5 to 86400"),
     ],
 )
