@@ -269,6 +269,7 @@ class Member:
             "commits": status.num_commits,
             "progress": status.progress,
             "versions": list(status.versions),
+            "uplink": status.uplink,
         }
 
     def _write_summary(self) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from geo_diloco.manifest import BranchId, Digest, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
+from geo_diloco.manifest import BranchId, CodecSpec, Digest, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
 from geo_diloco.protocol.accounts import Account
-from geo_diloco.protocol.amendments import Amended
+from geo_diloco.protocol.amendments import Amended, rules_at
 from geo_diloco.protocol.effects import (
     Adopt,
     Effect,
@@ -26,7 +26,6 @@ from geo_diloco.protocol.effects import (
     TakeSample,
     TokensDropped,
     TokensMerged,
-    Upload,
 )
 from geo_diloco.protocol.election.ballots import Elector, Opened
 from geo_diloco.protocol.events import (
@@ -59,6 +58,7 @@ from geo_diloco.protocol.messages import (
     Welcome,
 )
 from geo_diloco.protocol.status import FragmentTokens
+from geo_diloco.protocol.uploads import Uploads
 
 PROGRESS_EVERY_MS = 1000
 MERGED_REMEMBERED = 4096
@@ -78,6 +78,15 @@ class _Adoption:
     """Whether all we took part with is the contribution in our books."""
     abandoned: bool = False
     """Its commits were left behind by the owner's reform before the training thread got there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A sample that is being encoded."""
+
+    contribution: Contribution
+    """Its blob stands for none yet."""
+    codec: CodecSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +112,10 @@ class Learner:
 
     def __init__(self, peer: PeerId, rules: RunRules, ledger: Ledger) -> None:
         self._peer = peer
+        self._rules = rules
         self._sync = rules.sync
         self._ledger = ledger
+        self._uploads = Uploads(rules, ledger)
         self.accounts: list[Account] = []
         self.step = 0
         self.tokens = 0
@@ -114,7 +125,6 @@ class Learner:
         self._cursor = 0
         self._step_time_us = 0
         self._loss: float | None = None
-        self._upload_rate = 0
         self._progress_at: MonoMs | None = None
         self._syncer: PeerId | None = None
         """Set while welcomed on a control connection."""
@@ -123,13 +133,8 @@ class Learner:
         self._asked: dict[FragmentId, RoundOpen] = {}
         self._again_at: dict[FragmentId, int] = {}
         """After a refusal: the inner step from which the fragment may be sampled again."""
-        self._collect_at: dict[FragmentId, str] = {}
         self._sampling: dict[FragmentId, RoundOpen] = {}
-        self._encoding: dict[FragmentId, tuple[RoundOpen, Contribution]] = {}
-        self._uploading: BlobRef | None = None
-        self._uploads: list[Contribution] = []
-        self._overtaken: dict[BlobRef, int] = {}
-        """How often each queued upload was passed over."""
+        self._encoding: dict[FragmentId, _Draft] = {}
         self._adoptions: list[deque[_Adoption]] = []
         self._adopted_heads: list[FragmentHead] = []
         self._taken: list[dict[ContributionId, Version]] = []
@@ -189,7 +194,7 @@ class Learner:
             if account.undecided is not None and account.undecided.contribution is not None:
                 account.undecided.uploaded = False
                 effects.append(self._send(account.undecided.contribution))
-        self._uploads = self._undecided()
+        self._uploads.begin_again(self._undecided())
         return effects + self._next_upload()
 
     def _skip_merged(self, merged_until: tuple[int, ...]) -> None:
@@ -235,7 +240,7 @@ class Learner:
         if not 0 <= message.fragment < len(self.accounts):
             return [Note("round", f"asked for fragment {message.fragment} of {len(self.accounts)}", "warning")]
         self._asked[message.fragment] = message
-        self._collect_at[message.fragment] = message.collect_at
+        self._uploads.collected_at(message.fragment, message.collect_at)
         return self._sample_if_ready(message.fragment)
 
     def _sample_if_ready(self, fragment: FragmentId) -> list[Effect]:
@@ -278,45 +283,35 @@ class Learner:
             cursor=event.cursor,
             blob=BlobRef(self._adopted_heads[event.fragment].base, 0),
         )
-        self._encoding[event.fragment] = (asked, draft)
+        codec = self._uploads.take_codec(rules_at(self._rules, self._ledger.amended))
+        self._encoding[event.fragment] = _Draft(draft, codec)
         return self._tell(Sampled(round=asked.round, fragment=event.fragment, attempt=asked.attempt))
 
+    def codec_for(self, fragment: FragmentId) -> CodecSpec | None:
+        """Of a sample that is to be encoded; none if none is."""
+        draft = self._encoding.get(fragment)
+        return None if draft is None else draft.codec
+
     def delta_encoded(self, event: DeltaEncoded) -> list[Effect]:
-        pending = self._encoding.pop(event.fragment, None)
+        draft = self._encoding.pop(event.fragment, None)
         undecided = self.accounts[event.fragment].undecided
-        if pending is None or undecided is None:
+        if draft is None or undecided is None:
             return [ForgetBlob(event.blob), *self._sample_if_ready(event.fragment)]
-        contribution = replace(pending[1], blob=event.blob)
+        contribution = replace(draft.contribution, blob=event.blob)
         undecided.contribution = contribution
+        self._uploads.encoded(draft.codec, contribution)
         if self._syncer is None:
             return []
-        self._queue_upload(contribution)
+        self._uploads.add(contribution)
         return [self._send(contribution), *self._next_upload()]
 
     # -- uploads --------------------------------------------------------------------------------------------------
 
-    def _queue_upload(self, contribution: Contribution) -> None:
-        if all(queued.blob != contribution.blob for queued in self._uploads) and self._uploading != contribution.blob:
-            self._uploads.append(contribution)
-
     def _next_upload(self) -> list[Effect]:
-        """One at a time, newest round first; one that runs is finished. What was overtaken once per fragment goes
-        before: on a link that is always behind, a round that lacks its quorum is an old one, and would always lose."""
-        if self._uploading is not None or not self._uploads or self._syncer is None:
-            return []
-        overtaken = {queued.blob: self._overtaken.get(queued.blob, 0) for queued in self._uploads}
-        waited = [queued for queued in self._uploads if overtaken[queued.blob] >= len(self.accounts)]
-        chosen = waited[0] if waited else max(self._uploads, key=lambda queued: (queued.round, queued.id.last_step))
-        self._uploads.remove(chosen)
-        self._overtaken = {queued.blob: overtaken[queued.blob] + 1 for queued in self._uploads}
-        self._uploading = chosen.blob
-        return [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
+        return [] if self._syncer is None else [*self._uploads.next()]
 
     def upload_done(self, event: UploadDone) -> list[Effect]:
-        if event.bytes_per_s > 0:
-            self._upload_rate = (
-                event.bytes_per_s if self._upload_rate == 0 else (4 * self._upload_rate + event.bytes_per_s) // 5
-            )
+        self._uploads.done(event)
         for account in self.accounts:
             if account.undecided is not None and account.contribution_blob() == event.blob:
                 account.undecided.uploaded = True
@@ -334,22 +329,20 @@ class Learner:
             if undecided is None or undecided.contribution is None or undecided.uploaded:
                 continue
             contribution = undecided.contribution
-            on_its_way = self._uploading == contribution.blob or contribution in self._uploads
-            if not on_its_way and not self._merged_already(account, contribution):
+            if not self._uploads.has(contribution) and not self._merged_already(account, contribution):
                 effects.append(self._send(contribution))
-                self._queue_upload(contribution)
+                self._uploads.add(contribution)
         return effects + self._next_upload()
 
     def _upload_over(self, blob: BlobRef) -> list[Effect]:
-        if self._uploading == blob:
-            self._uploading = None
+        self._uploads.over(blob)
         return self._next_upload()
 
     def handing_in(self) -> bool:
         """Whether sampled work is still on its way to the syncer."""
         if self._syncer is None:
             return False
-        return bool(self._encoding or self._uploads or self._uploading is not None)
+        return bool(self._encoding) or not self._uploads.is_idle
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
@@ -365,9 +358,9 @@ class Learner:
         blob = undecided.contribution.blob
         dropped = account.refuse()
         self._again_at[account.fragment] = self.step + self._sync.interval_steps
-        self._uploads = [queued for queued in self._uploads if queued.blob != blob]
+        self._uploads.withdraw(blob)
         note = Note("contribution", f"fragment {account.fragment} refused, carried on: {message.reason}")
-        effects: list[Effect] = [*dropped, ForgetBlob(blob), note, *self._upload_over(blob)]
+        effects: list[Effect] = [*dropped, ForgetBlob(blob), note, *self._next_upload()]
         return effects + self._sample_if_ready(account.fragment)
 
     def _merged_already(self, account: Account, contribution: Contribution) -> bool:
@@ -421,8 +414,8 @@ class Learner:
             return list(account.adopt(event.version, event.step, event.tokens, event.scale_ppm))
         forget: list[Effect] = []
         if (blob := account.contribution_blob()) is not None:
-            self._uploads = [queued for queued in self._uploads if queued.blob != blob]
-            forget = [ForgetBlob(blob), *self._upload_over(blob)]
+            self._uploads.withdraw(blob)
+            forget = [ForgetBlob(blob), *self._next_upload()]
         if adoption.remembered:
             credited = sum(each.tokens_unmerged for each in taken)
             merged, dropped = account.merge(event.version, event.step, event.tokens, event.scale_ppm, credited)
@@ -528,6 +521,7 @@ class Learner:
     def step_done(self, event: StepDone, now: MonoMs) -> list[Effect]:
         self._boundary(event.step, event.tokens, event.cursor)
         self._step_time_us = event.step_time_us
+        self._uploads.stepped(event.step_time_us)
         self._loss = event.loss
         effects: list[Effect] = []
         for fragment in list(self._asked):
@@ -543,10 +537,15 @@ class Learner:
             step=self.step,
             tokens=self.tokens,
             step_time_us=self._step_time_us,
-            upload_bytes_per_s=self._upload_rate,
+            upload_bytes_per_s=self._uploads.bytes_per_s,
             loss=self._loss,
             cursor=self._cursor,
+            uplink=self.uplink(),
         )
+
+    def uplink(self) -> str:
+        """What it makes of its way up, for people."""
+        return self._uploads.text()
 
     def _boundary(self, step: int, tokens: int, cursor: int | None) -> None:
         self.step, self.tokens = max(self.step, step), max(self.tokens, tokens)

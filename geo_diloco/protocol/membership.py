@@ -57,6 +57,7 @@ class Member:
     upload_bytes_per_s: int = 0
     loss: float | None = None
     cursor: int = 0
+    uplink: str = ""
     delivery_ms: int | None = None
     """Moving average from opening a round to a valid contribution."""
     allotment: Allotment | None = None
@@ -75,6 +76,7 @@ class Member:
             upload_bytes_per_s=self.upload_bytes_per_s,
             share=None if self.allotment is None else self.allotment.share,
             doing=doing,
+            uplink=self.uplink,
         )
 
     @property
@@ -191,7 +193,7 @@ class Membership:
         member.step, member.tokens = progress.step, progress.tokens
         member.step_time_us = min(max(progress.step_time_us, 1), 3_600 * MICRO)
         member.upload_bytes_per_s, member.cursor = progress.upload_bytes_per_s, progress.cursor
-        member.loss = progress.loss
+        member.loss, member.uplink = progress.loss, progress.uplink[:HOST_CHARACTERS_MAX]
         self._look_at(member, now)
 
     def delivered(self, peer: PeerId, delivery_ms: int) -> None:

@@ -276,6 +276,8 @@ class Progress:
     loss: float | None
     cursor: int
     """Tokens consumed of the current allotment."""
+    uplink: str = ""
+    """Free text for `status`: which codec it took and why, how many of the rounds it takes part in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

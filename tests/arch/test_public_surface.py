@@ -46,6 +46,7 @@ COMMANDS: dict[str, list[str]] = {
             "--elector",
             "--keep-contributions",
             "--no-train",
+            "--pace",
             "--run-dir",
             "--save-every-s",
             "--threads",

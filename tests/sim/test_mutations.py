@@ -160,9 +160,9 @@ def keeps_an_upload_slot_for_a_dead_upload(patch: Patch) -> None:
     honest = Learner._book
 
     def book(self: Any, *args: Any) -> Any:
-        uploading = self._uploading
+        under_way = self._uploads._under_way
         effects = honest(self, *args)
-        self._uploading = uploading
+        self._uploads._under_way = under_way
         return effects
 
     patch.setattr(Learner, "_book", book)
