@@ -131,6 +131,8 @@ class Learner:
         self._term = Term(0)
         """The syncer's. Its `open` need not be durable yet, so the ledger's may be lower."""
         self._asked: dict[FragmentId, RoundOpen] = {}
+        self._sampled_at: dict[FragmentId, int] = {}
+        """Inner step."""
         self._again_at: dict[FragmentId, int] = {}
         """After a refusal: the inner step from which the fragment may be sampled again."""
         self._sampling: dict[FragmentId, RoundOpen] = {}
@@ -258,10 +260,21 @@ class Learner:
             return []
         if account.adopted_version < asked.version or self._adoptions[fragment] or self.step <= account.adopted_step:
             return []
-        if self.step < self._again_at.get(fragment, 0):
+        if self.step < self._again_at.get(fragment, 0) or not self._has_room(fragment):
             return []
         self._sampling[fragment] = asked
         return [TakeSample(fragment, asked.round)]
+
+    def _has_room(self, fragment: FragmentId) -> bool:
+        """On a link that can't keep up every n-th round of a fragment is taken part in. The oldest open round goes
+        first: others with such a link take the same one then, and are merged together. In lockstep the schedule alone
+        decides."""
+        if self._sync.lockstep:
+            return True
+        sampled_at = self._sampled_at.get(fragment)
+        if sampled_at is not None and self._uploads.rests(self.step - sampled_at):
+            return False
+        return self._uploads.has_room(being_encoded=len(self._sampling) + len(self._encoding))
 
     def sample_taken(self, event: SampleTaken) -> list[Effect]:
         asked = self._sampling.pop(event.fragment, None)
@@ -269,6 +282,7 @@ class Learner:
             return []
         account = self.accounts[event.fragment]
         self._boundary(event.step, event.tokens, event.cursor)
+        self._sampled_at[event.fragment] = event.step
         steps, tokens = event.step - account.adopted_step, event.tokens - account.adopted_tokens
         undecided = account.sample(event.step, event.tokens)
         draft = Contribution(
@@ -521,10 +535,10 @@ class Learner:
     def step_done(self, event: StepDone, now: MonoMs) -> list[Effect]:
         self._boundary(event.step, event.tokens, event.cursor)
         self._step_time_us = event.step_time_us
-        self._uploads.stepped(event.step_time_us)
+        self._uploads.stepped(event.step_time_us, now)
         self._loss = event.loss
         effects: list[Effect] = []
-        for fragment in list(self._asked):
+        for fragment in sorted(self._asked, key=lambda p: self._asked[p].round):
             effects += self._sample_if_ready(fragment)
         due = self._progress_at is None or now - self._progress_at >= PROGRESS_EVERY_MS
         if due and self._syncer is not None and event.step_time_us > 0:
@@ -540,6 +554,7 @@ class Learner:
             upload_bytes_per_s=self._uploads.bytes_per_s,
             loss=self._loss,
             cursor=self._cursor,
+            turn=self._uploads.turn(),
             uplink=self.uplink(),
         )
 

@@ -127,8 +127,12 @@ def _times(upload_ms: int, link: Link) -> str:
     return f"{upload_ms / 1000:.3g} s of {link.interval_ms / 1000:.3g} s"
 
 
+def turn_of(upload_ms: int, interval_ms: int) -> int:
+    """Every how many-th round can be taken part in, if an upload takes so long."""
+    return max(1, -(-upload_ms // interval_ms)) if interval_ms > 0 else 1
+
+
 def participation(upload_ms: int, interval_ms: int) -> str:
     """Of a learner that can't keep up, for people; empty for one that can."""
-    if interval_ms <= 0 or upload_ms <= interval_ms:
-        return ""
-    return f"takes part in 1 of {-(-upload_ms // interval_ms)} rounds: {upload_ms / 1000:.3g} s per upload"
+    turn = turn_of(upload_ms, interval_ms)
+    return "" if turn == 1 else f"takes part in 1 of {turn} rounds: {upload_ms / 1000:.3g} s per upload"

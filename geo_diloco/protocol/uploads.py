@@ -6,13 +6,16 @@ to make of the measurements is decided in `uplink`.
 
 from __future__ import annotations
 
-from geo_diloco.manifest import CodecSpec, FragmentId, RunRules
+from geo_diloco.manifest import CodecSpec, FragmentId, MonoMs, RunRules
 from geo_diloco.protocol.effects import Upload
 from geo_diloco.protocol.events import UploadDone
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import moving_average
 from geo_diloco.protocol.messages import BlobRef, Contribution
-from geo_diloco.protocol.uplink import Choice, Link, choose
+from geo_diloco.protocol.uplink import Choice, Link, choose, participation, turn_of
+
+STEPS_AHEAD = 2
+"""What is asked for after one boundary is sampled at the next: with less the link would stand idle."""
 
 
 class Uploads:
@@ -22,6 +25,9 @@ class Uploads:
         self._sync = rules.sync
         self._ledger = ledger
         self._under_way: BlobRef | None = None
+        self._began_at = MonoMs(0)
+        self._now = MonoMs(0)
+        """Of the last inner-step boundary."""
         self._waiting: list[Contribution] = []
         self._overtaken: dict[BlobRef, int] = {}
         """How often each that waits was passed over."""
@@ -69,8 +75,36 @@ class Uploads:
         chosen = oldest or max(self._waiting, key=lambda each: (each.round, each.id.last_step))
         self._waiting.remove(chosen)
         self._overtaken = {each.blob: overtaken[each.blob] + 1 for each in self._waiting}
-        self._under_way = chosen.blob
+        self._under_way, self._began_at = chosen.blob, self._now
         return [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
+
+    def has_room(self, *, being_encoded: int) -> bool:
+        """Whether a fragment may be sampled at the next boundary. Where uploads keep up with the schedule, always.
+        Where they don't, when all that came before is through but for two steps: whoever samples earlier hands in
+        older work, and no more of it, because uploads go one after another. Until a rate is measured there is room for
+        one."""
+        if self.is_idle and not being_encoded:
+            return True
+        link = self._link()
+        if not link.is_known or self._choice is None or self._step_time_us is None:
+            return False
+        upload_ms = link.upload_ms(self._choice.codec)
+        if upload_ms <= link.interval_ms:
+            return True
+        waiting = sum(each.blob.size for each in self._waiting)
+        left_ms = 1000 * waiting // link.bytes_per_s + being_encoded * upload_ms
+        if self._under_way is not None:
+            left_ms += max(0, 1000 * self._under_way.size // link.bytes_per_s - (self._now - self._began_at))
+        return left_ms <= STEPS_AHEAD * self._step_time_us // 1000
+
+    def rests(self, steps: int) -> bool:
+        """Whether a fragment that was sampled so many inner steps ago is left to others this time: on a link that takes
+        n times too long each has every n-th round, and none is starved by those whose turn happens to come when the
+        link is free."""
+        upload_ms, interval_ms = self._times()
+        if upload_ms <= interval_ms:
+            return False
+        return 4 * steps < 3 * self._sync.interval_steps * upload_ms // interval_ms
 
     @property
     def is_idle(self) -> bool:
@@ -78,7 +112,8 @@ class Uploads:
 
     # -- what is measured -----------------------------------------------------------------------------------------
 
-    def stepped(self, step_time_us: int) -> None:
+    def stepped(self, step_time_us: int, now: MonoMs) -> None:
+        self._now = now
         if step_time_us > 0:
             self._step_time_us = moving_average(self._step_time_us, step_time_us)
 
@@ -107,6 +142,18 @@ class Uploads:
             measured=self._millibits,
         )
 
+    def turn(self) -> int:
+        """Every how many-th round of a fragment is taken part in."""
+        return turn_of(*self._times())
+
     def text(self) -> str:
-        """For people; empty where nothing was chosen."""
-        return "" if self._choice is None else self._choice.reason
+        """For people; empty where nothing was chosen and all that is asked for can be handed in."""
+        reason = "" if self._choice is None else self._choice.reason
+        return "; ".join(filter(None, (reason, participation(*self._times()))))
+
+    def _times(self) -> tuple[int, int]:
+        """An upload's, and between two samples, in milliseconds; zeros while not known."""
+        link = self._link()
+        if self._choice is None or not link.is_known:
+            return 0, 0
+        return link.upload_ms(self._choice.codec), link.interval_ms
