@@ -39,7 +39,7 @@ class RoundFacts:
     due_again_at: MonoMs | None
     """When the fragment's next turn comes at the present pace; none if unknown."""
     was_due: bool
-    """Whether it had come before the quorum was there."""
+    """Whether it had come before the quorum was there, because of a slow uplink."""
 
 
 @dataclass(frozen=True, slots=True)

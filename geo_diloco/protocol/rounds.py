@@ -53,7 +53,7 @@ class Round:
     """Who said that it sampled, and how many milliseconds after opening."""
     quorum_at: MonoMs | None = None
     was_due: bool = False
-    """Whether the fragment was due again by then."""
+    """Whether the fragment was due again by then, because of a slow uplink."""
     closing: Closing | None = None
     """Set while it is being merged or sealed."""
     retry_at: MonoMs | None = None
@@ -77,7 +77,7 @@ class Round:
         if self.tally.fresh < sync.quorum:
             self.quorum_at, self.was_due = None, False
         elif self.quorum_at is None:
-            self.quorum_at, self.was_due = now, due_again_ms == 0
+            self.quorum_at, self.was_due = now, due_again_ms == 0 and self.tally.num_slow > 0
         return self.tally.facts(
             now,
             outlook,

@@ -34,6 +34,8 @@ class Standing:
     number: int = 0
     """`fresh`: its step time in microseconds, 0 if it is not live; of the others how long after opening its
     work will be here by its habits, in milliseconds."""
+    is_slow: bool = False
+    """`fresh`: its link does not keep up with every round."""
 
 
 def standing_of(live: Member | None, item: Held | None, *, base: Digest, sampled_ms: int | None) -> Standing | None:
@@ -41,7 +43,9 @@ def standing_of(live: Member | None, item: Held | None, *, base: Digest, sampled
     how long after opening it said that it sampled, if it did."""
     fresh = item is not None and item.contribution.id.base == base
     if item is not None and item.ready:
-        return Standing("fresh", 0 if live is None else live.step_time_us) if fresh else Standing("late")
+        if not fresh:
+            return Standing("late")
+        return Standing("fresh", live.step_time_us, not live.keeps_up) if live is not None else Standing("fresh")
     if live is None or (item is not None and not fresh):
         return None
     if sampled_ms is not None and live.takes_ms is not None:
@@ -86,6 +90,8 @@ class Tally:
     _late: int = 0
     _fresh_us: list[int] = field(default_factory=list)
     """Step times of those who delivered fresh work, sorted."""
+    num_slow: int = 0
+    """Of those who delivered fresh work: whose link does not keep up."""
     _coming_ms: list[int] = field(default_factory=list)
     """Of those who said that they sampled, or announced, sorted."""
     _resting_ms: list[int] = field(default_factory=list)
@@ -119,6 +125,7 @@ class Tally:
                 _put(self._coming_ms, standing.number, one)
             case "fresh":
                 _put(self._fresh_us, standing.number, one)
+                self.num_slow += one if standing.is_slow else 0
             case "resting":
                 _put(self._resting_ms, standing.number, one)
             case "unheard":
