@@ -36,12 +36,13 @@ Seq = NewType("Seq", int)
 MonoMs = NewType("MonoMs", int)
 """Milliseconds of this process's monotonic clock. Never compared between peers."""
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Version of messages, entries, frames and blob digests. Peers with another one are refused."""
 
 MergeRule = Literal["rda", "mean"]
 LateForm = Literal["base-relative", "paper"]
 CodecName = Literal["none", "bf16", "int8", "int4"]
+CODEC_CHOICES_MAX = 8
 ScheduleName = Literal["constant", "cosine", "linear"]
 
 
@@ -183,6 +184,8 @@ class RunManifest:
     outer: OuterSpec = field(default_factory=OuterSpec)
     codec_up: CodecSpec = field(default_factory=CodecSpec)
     """Learner to syncer."""
+    codec_up_choices: tuple[CodecSpec, ...] = ()
+    """Besides `codec_up`: each learner takes the least lossy of them all that its link keeps up with."""
     codec_down: CodecSpec = field(default_factory=CodecSpec)
     """Syncer to everyone: all must hold the same state, so it is the same for all."""
     stop: StopSpec = field(default_factory=StopSpec)
@@ -214,6 +217,7 @@ class RunManifest:
             founder=self.founder,
             election=self.election,
             codec_up=self.codec_up,
+            codec_up_choices=self.codec_up_choices,
             codec_down=self.codec_down,
         )
 
@@ -233,6 +237,7 @@ class RunRules:
     """Founds the run; the only one who can amend and reform it."""
     election: ElectionSpec = field(default_factory=ElectionSpec)
     codec_up: CodecSpec = field(default_factory=CodecSpec)
+    codec_up_choices: tuple[CodecSpec, ...] = ()
     codec_down: CodecSpec = field(default_factory=CodecSpec)
 
 

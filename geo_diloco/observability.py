@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from geo_diloco.errors import GeoDilocoError
-from geo_diloco.manifest import CodecSpec, RunRules
+from geo_diloco.manifest import RunRules
 from geo_diloco.protocol.amendments import AMENDABLE, SECTIONS, Amended, amended_at
 from geo_diloco.protocol.election.ballots import Elector
 from geo_diloco.protocol.election.status import ElectionStatus
 from geo_diloco.protocol.status import LearnerStatus, PeerStatus, RoundStatus
+from geo_diloco.protocol.uplink import codec_text
 
 Level = Literal["debug", "info", "warning", "error"]
 _RANK: Mapping[str, int] = {"debug": 0, "info": 1, "warning": 2, "error": 3}
@@ -159,12 +160,8 @@ def _rules_json(rules: RunRules, amended: tuple[Amended, ...]) -> dict[str, Any]
     for section, names in SECTIONS.items():
         found |= {name: getattr(getattr(rules, section), name) for name in names}
     found |= {"codec_up": codec_text(rules.codec_up), "codec_down": codec_text(rules.codec_down)}
+    found["codec_up_choices"] = ",".join(map(codec_text, rules.codec_up_choices))
     return {name: {"value": found[name], "amended_at": since.get(name)} for name in AMENDABLE}
-
-
-def codec_text(codec: CodecSpec) -> str:
-    """`int4:64`: its name, and how many elements share a scale."""
-    return f"{codec.name}:{codec.block}"
 
 
 def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, Any]:
@@ -209,6 +206,7 @@ def _learner_json(learner: LearnerStatus) -> dict[str, Any]:
         "loss": learner.loss,
         "step_time_ms": learner.step_time_us / 1000,
         "doing": learner.doing,
+        "uplink": learner.uplink,
     }
 
 

@@ -20,7 +20,7 @@ def amend(
             "--set",
             metavar="NAME=VALUE",
             help="May be given several times. NAME: commits, tokens, minutes, eta, mu, quorum, grace, grace_gamma, "
-            "codec_up, codec_down.",
+            "codec_up, codec_up_choices, codec_down.",
         ),
     ],
     key: Annotated[

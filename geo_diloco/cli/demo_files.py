@@ -98,9 +98,11 @@ def toml_from_manifest(manifest: RunManifest) -> str:
     lines = [f"{key} = {_toml(values[key])}" for key in ("name", "admission")]
     for section in _SECTIONS:
         lines += _table(section, values[section])
+    lines += ["", "[codec]", f"up_choices = {_toml(values['codec_up_choices'])}"]
     for leg in ("up", "down"):
         lines += _table(f"codec.{leg}", values[f"codec_{leg}"])
-    unknown = set(values) - {"name", "admission", "codec_up", "codec_down", *_SECTIONS, *_FOUNDERS_OWN}
+    codecs = {"codec_up", "codec_up_choices", "codec_down"}
+    unknown = set(values) - {"name", "admission", *codecs, *_SECTIONS, *_FOUNDERS_OWN}
     assert not unknown, f"manifest fields this file does not write: {sorted(unknown)}"
     return "\n".join(lines) + "\n"
 

@@ -38,6 +38,7 @@ def join(
     threads: options.Threads = None,
     data_dir: options.DataDir = None,
     save_every_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints. [default: 10]")] = None,
+    pace: options.Pace = None,
     run_dir: options.RunDir = None,
     host: options.Host = None,
     port: options.Port = None,
@@ -67,6 +68,7 @@ def join(
         threads=threads,
         data_dir=data_dir,
         save_every_s=save_every_s,
+        pace_ms=pace,
         elector=elector,
         run_dir=run_dir,
         host=host,
@@ -86,6 +88,8 @@ def join(
     )
     if keep_contributions and not settings.announce:
         raise ConfigError("--keep-contributions: only a peer that can be syncer has some; give --announce HOST:PORT")
+    if pace and no_train:
+        raise ConfigError(f"--pace {pace}: only a peer that trains has inner steps; leave out --no-train")
     options.warn_if_exposed(*parsed.bootstraps)
     if no_train:
         raise typer.Exit(_stay(parsed, settings))

@@ -55,6 +55,13 @@ KeepContributions = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads for torch; 0 leaves it to torch. [default: 0]")]
+Pace = Annotated[
+    int | None,
+    typer.Option(
+        metavar="MS",
+        help="For benchmarks: an inner step takes at least so many milliseconds, as if it computed. [default: 0]",
+    ),
+]
 DataDir = Annotated[
     Path | None,
     typer.Option(help="Training data. [default: the run's own source]"),

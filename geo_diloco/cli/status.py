@@ -54,6 +54,7 @@ def status_text(status: Mapping[str, Any]) -> str:
             f"  {learner['peer'][:8]}  {_plain(learner['host'])}  {'' if learner['connected'] else 'away, '}"
             f"step {learner['step']}, {learner['tokens_per_s']:.0f} tokens/s, loss {loss}, {_plain(learner['doing'])}"
         )
+        lines += [f"    {_plain(learner['uplink'])}"] if learner.get("uplink") else []
     for item in status["rounds"][-4:]:
         lines.append(
             f"  round {item['round']}, fragment {item['fragment']}: {item['participants']} of {item['live']} learners, "

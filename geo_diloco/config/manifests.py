@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from geo_diloco.config.mistakes import FILE_BYTES_MAX, named, parse_toml, read_toml, sentence, shown
 from geo_diloco.errors import ManifestError
 from geo_diloco.manifest import (
+    CODEC_CHOICES_MAX,
     WIRE_VERSION,
     CodecSpec,
     DataSpec,
@@ -113,6 +114,7 @@ _SECTIONS: dict[str, type] = {
     "evaluation": EvalSpec,
     "election": ElectionSpec,
 }
+_LEGS = ("up", "up_choices", "down")
 _NAME: dict[str, Any] = {
     "pattern": r"^\S[^\x00-\x1f\x7f]{0,79}$",
     "description": "one line of 1 to 80 printable characters",
@@ -123,7 +125,10 @@ def _whole() -> type[BaseModel]:
     """The model of a whole file: a section for each part, `[codec.up]` and `[codec.down]` for the legs."""
     codec = _section(CodecSpec)
     leg = (codec, Field(default_factory=codec))
-    legs = create_model("Legs", __config__=_STRICT, up=leg, down=leg)
+    several: Any = tuple[codec, ...]  # type: ignore[valid-type]
+    such = f'up to {CODEC_CHOICES_MAX} codecs such as {{ name = "int8", block = 64 }}: none, bf16, int8 or int4'
+    choices = (several, Field(default=(), strict=False, max_length=CODEC_CHOICES_MAX, description=such))
+    legs = create_model("Legs", __config__=_STRICT, up=leg, up_choices=choices, down=leg)
     fields: dict[str, Any] = {
         "name": (str, Field(default="run", **_NAME)),
         "admission": (Literal["open", "token"], "open"),
@@ -173,7 +178,7 @@ def manifest_from_bytes(canonical: bytes) -> RunManifest:
         value = identity[key]
         if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{num_digits}}}", value):
             raise ManifestError(f"{source}: {key} = {shown(value)}; allowed are {num_digits} hexadecimal digits")
-    legs = {leg: values.pop(f"codec_{leg}", {}) for leg in ("up", "down")}
+    legs = {leg: values.pop(f"codec_{leg}") for leg in _LEGS if f"codec_{leg}" in values}
     manifest = _from_values(values | {"codec": legs}, source=source, founded=True)
     manifest = dataclasses.replace(manifest, founder=PeerId(str(identity["founder"])), nonce=str(identity["nonce"]))
     if manifest.canonical_bytes() != canonical:
@@ -181,15 +186,15 @@ def manifest_from_bytes(canonical: bytes) -> RunManifest:
     return manifest
 
 
-def changed_manifest(base: RunManifest, changes: Mapping[str, Mapping[str, Any]], *, source: str) -> RunManifest:
+def changed_manifest(base: RunManifest, changes: Mapping[str, Any], *, source: str) -> RunManifest:
     """A manifest with other values, by section and key as a file has them (`codec_up` for `[codec.up]`), checked as if
     they had been written there. `source` names them in errors. Raises ManifestError."""
     values = dataclasses.asdict(base)
-    for section, keys in changes.items():
-        values[section] |= keys
+    for section, given in changes.items():
+        values[section] = values[section] | given if isinstance(given, Mapping) else given
     for key in ("founder", "nonce", "wire_version"):
         del values[key]
-    legs = {leg: values.pop(f"codec_{leg}") for leg in ("up", "down")}
+    legs = {leg: values.pop(f"codec_{leg}") for leg in _LEGS}
     return _from_values(values | {"codec": legs}, source=source, founded=False)
 
 
@@ -216,6 +221,7 @@ def _from_values(values: Mapping[str, Any], *, source: str, founded: bool) -> Ru
         name=parsed.name,
         admission=parsed.admission,
         codec_up=_spec_from(parsed.codec.up, CodecSpec),
+        codec_up_choices=tuple(_spec_from(each, CodecSpec) for each in parsed.codec.up_choices),
         codec_down=_spec_from(parsed.codec.down, CodecSpec),
         **sections,
     )
@@ -246,7 +252,14 @@ def _conflicts(m: RunManifest, *, founded: bool) -> Iterator[tuple[str, Any, str
         yield "sync.num_fragments", sync.num_fragments, wanted
     if m.election.electors % 2 == 0:
         yield "election.electors", m.election.electors, "1, 3, 5 or 7: an even number bears no more than one less"
-    for leg, codec in (("up", m.codec_up), ("down", m.codec_down)):
+    if m.codec_up_choices and sync.lockstep:
+        yield (
+            "codec.up_choices",
+            [c.name for c in m.codec_up_choices],
+            "nothing in lockstep: measured rates would decide",
+        )
+    legs = [("up", m.codec_up), *((f"up_choices[{i}]", each) for i, each in enumerate(m.codec_up_choices))]
+    for leg, codec in (*legs, ("down", m.codec_down)):
         if codec.block & (codec.block - 1):
             yield f"codec.{leg}.block", codec.block, "a power of two from 16 to 4096"
 

@@ -87,6 +87,8 @@ class PeerConfig(BaseModel):
     """Reads the training data from here instead of the manifest's source."""
     save_every_s: Annotated[float, Field(ge=0.5, le=86400)] = 10.0
     """Seconds between a learner's checkpoints."""
+    pace_ms: Annotated[int, Field(ge=0, le=3_600_000)] = 0
+    """An inner step takes at least so long: for benchmarks, in place of compute; `--pace`. 0 is no limit."""
     elector: bool = True
     """Let this disk guard the chain and vote on who serves, if the syncer wants so."""
     keep_contributions: bool = False
@@ -142,7 +144,7 @@ class PeerConfig(BaseModel):
         return contacts
 
 
-_FLAG_NAMES = {"bootstraps": "--bootstrap", "contacts": "--contact"}
+_FLAG_NAMES = {"bootstraps": "--bootstrap", "contacts": "--contact", "pace_ms": "--pace"}
 
 
 def load_peer_config(

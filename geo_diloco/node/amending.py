@@ -18,7 +18,7 @@ from geo_diloco.config import changed_manifest
 from geo_diloco.errors import ConfigError, RefusedError, TransferError
 from geo_diloco.manifest import BranchId, CodecSpec, RunManifest
 from geo_diloco.node.owning import FIND_S, LOOK_S, Finder, Found, Owned, finding, owned, wait_syncer
-from geo_diloco.protocol.amendments import AMENDABLE, SECTIONS, AmendmentOrder, Changes
+from geo_diloco.protocol.amendments import AMENDABLE, CODECS, SECTIONS, AmendmentOrder, Changes
 from geo_diloco.runtime.session import Session, give_order
 from geo_diloco.runtime.wire import Order, seal_amendment, seal_order
 
@@ -77,7 +77,7 @@ def _named(setting: str) -> tuple[str, str]:
     """`sync.quorum=2` and `quorum=2` say the same."""
     name, equals, text = setting.partition("=")
     sections = {f"{section}.{each}": each for section, names in SECTIONS.items() for each in names}
-    sections |= {"codec.up": "codec_up", "codec.down": "codec_down"}
+    sections |= {name.replace("_", ".", 1): name for name in CODECS}
     name = sections.get(name.strip(), name.strip())
     if name not in AMENDABLE or not equals:
         raise ConfigError(f"--set {setting}: only {', '.join(AMENDABLE)} can be amended, as NAME=VALUE")
@@ -92,11 +92,14 @@ def _changes(wanted: Sequence[tuple[str, str]], status: Mapping[str, Any], manif
     sections: dict[str, dict[str, Any]] = {
         section: {name: (in_force | values)[name] for name in names} for section, names in SECTIONS.items()
     }
-    for leg in ("codec_up", "codec_down"):
-        sections[leg] = dataclasses.asdict((in_force | values)[leg])
+    legs = {name: _plain(value) for name, value in (in_force | values).items() if name in CODECS}
     plain = dataclasses.replace(manifest, founder="", nonce="")  # type: ignore[arg-type]
-    changed_manifest(plain, sections, source="--set")
+    changed_manifest(plain, sections | legs, source="--set")
     return Changes(**values)
+
+
+def _plain(value: CodecSpec | tuple[CodecSpec, ...]) -> Any:
+    return [dataclasses.asdict(each) for each in value] if isinstance(value, tuple) else dataclasses.asdict(value)
 
 
 def _text(value: object) -> str:
@@ -108,13 +111,23 @@ def _value(name: str, text: str, rules: Mapping[str, Any]) -> Any:
     try:
         if name == "grace":
             return SWITCHES[text.lower()]
-        if name.startswith("codec_"):
-            codec, _, block = text.partition(":")
-            return CodecSpec(name=codec, block=int(block or str(rules[name]["value"]).partition(":")[2]))  # type: ignore[arg-type]
+        if name == "codec_up_choices":
+            usual = str(rules["codec_up"]["value"])
+            return tuple(_codec(each.strip(), usual) for each in text.split(",") if each.strip())
+        if name in CODECS:
+            return _codec(text, str(rules[name]["value"]))
         return kinds.get(name, float)(text)
     except (ValueError, KeyError) as exc:
-        wanted = "on or off" if name == "grace" else "a codec, as int8 or int8:64" if "codec" in name else "a number"
+        wanted = "on or off" if name == "grace" else "a number"
+        if name in CODECS:
+            wanted = "a codec, as int8 or int8:64" if name != "codec_up_choices" else "codecs, as bf16,int8:64"
         raise ConfigError(f"--set {name}={text}: {wanted} is wanted") from exc
+
+
+def _codec(text: str, usual: str) -> CodecSpec:
+    """`usual` has the block that is meant where none is said."""
+    name, _, block = text.partition(":")
+    return CodecSpec(name=name, block=int(block or usual.partition(":")[2]))  # type: ignore[arg-type]
 
 
 def _order(run: Owned, status: Mapping[str, Any], changes: Changes) -> AmendmentOrder:

@@ -24,7 +24,7 @@ from geo_diloco.runtime.invite import Invite
 
 TERM_S = 2.5
 """How long it may take to leave before it is killed."""
-LEARNERS_ALONE = {"run_dir", "device", "dtype", "threads", "save_every_s"}
+LEARNERS_ALONE = {"run_dir", "device", "dtype", "threads", "save_every_s", "pace_ms"}
 """About training. All else that was said is the standby's too: what comes to the settings one day must not be lost."""
 SETTINGS_OF_BOTH = {"bootstraps", "contacts", "data_dir", "log_level", "congestion", "max_up", "max_down"}
 """What is about neither training nor being reached. A limit on the line is one for both together: each has half."""

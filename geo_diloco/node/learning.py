@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from geo_diloco.errors import BlobError, ModelError, NonFiniteFrame, RefusedError, RunDirError, TransferError
-from geo_diloco.manifest import Digest, FragmentId, RunManifest
+from geo_diloco.manifest import CodecSpec, Digest, FragmentId, RunManifest
 from geo_diloco.node.mailbox import Mailbox
 from geo_diloco.numerics import codec
 from geo_diloco.observability import EventLog
@@ -157,12 +157,12 @@ class Learning:
             self._saves[event.save] = report
         p.driver.feed(event)
         if isinstance(event, SampleTaken) and report.delta is not None:
-            p.driver.start(self._encode(event, report.delta), name="encode")
+            spec = p.driver.core.codec_for(event.fragment)
+            p.driver.start(self._encode(event, report.delta, spec), name="encode")
         self.mailbox.set_progress(p.driver.core.ledger.progress)
 
-    async def _encode(self, event: SampleTaken, delta: Tensor) -> None:
-        p = self._p
-        layout, spec = p.outer.layout, p.driver.core.rules.codec_up
+    async def _encode(self, event: SampleTaken, delta: Tensor, spec: CodecSpec) -> None:
+        p, layout = self._p, self._p.outer.layout
 
         def encode() -> tuple[BlobRef, float]:
             frame = codec.encode(delta, spec, layout_digest=layout.digest, fragment=event.fragment)

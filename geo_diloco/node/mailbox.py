@@ -97,6 +97,10 @@ class Mailbox(Reporter):
             taken, self._orders = self._orders, []
         return taken
 
+    def wait_over(self, limit_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over, limit_s)
+
     def wait_order(self, accept: Callable[[Order], bool]) -> Order | None:
         with self._changed:
             while True:

@@ -157,7 +157,7 @@ class Member:
             chain=chain,
             shelf=self._shelf,
             role="learner" if trains else "follower",
-            hello=hello_facts(),
+            hello=hello_facts(pace_ms=self._config.pace_ms if trains else 0),
             may_serve=False,
             may_elect=self._config.elector,
         )
@@ -256,6 +256,7 @@ class Member:
             "bytes_in": lobby.counters.bulk_in + lobby.counters.control_in,
             "bytes_out": lobby.counters.bulk_out + lobby.counters.control_out,
         }
+        facts |= {"pace_ms": self._config.pace_ms} if self._config.pace_ms else {}
         facts |= lobby.bulk.lanes.status() | directory_status(lobby.directory)
         if station is None:
             return facts
@@ -269,6 +270,7 @@ class Member:
             "commits": status.num_commits,
             "progress": status.progress,
             "versions": list(status.versions),
+            "uplink": status.uplink,
         }
 
     def _write_summary(self) -> None:

@@ -154,6 +154,7 @@ class Peer:
             cursor=self._cursor,
             save_every_s=self._config.save_every_s,
             sets_learning_rate=sets_learning_rate,
+            pace_ms=self._config.pace_ms,
         )
         self._layout, self._learner = layout, Learner(model, optimizer, learning.mailbox, setup)
         if begun.checkpoint is None and not self.finished:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from geo_diloco.errors import FrameError
+from geo_diloco.errors import FrameError, FrameLayoutError
 from geo_diloco.manifest import CodecSpec, Digest
 from geo_diloco.numerics.codec import Bytes, FrameHeader, decode, inspect
 from geo_diloco.numerics.merge import l2_norm
@@ -56,9 +56,12 @@ def check_contribution(
 
 
 def _agreed(header: FrameHeader, specs: Sequence[CodecSpec]) -> CodecSpec | None:
-    """That of `specs` which the frame says it was made with; the first if it is none of them."""
-    said = (spec for spec in specs if spec.name == header.codec and header.block in (0, spec.block))
-    return next(said, specs[0] if specs else None)
+    """That of `specs` which the frame says it was made with. FrameLayoutError if it is none of them."""
+    said = next((spec for spec in specs if spec.name == header.codec and header.block in (0, spec.block)), None)
+    if said is None and specs:
+        agreed = " or ".join(f"{spec.name} with block {spec.block}" for spec in specs)
+        raise FrameLayoutError(f"codec {header.codec} with block {header.block}: {agreed} was agreed")
+    return said
 
 
 def length_max(theta: Tensor) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from geo_diloco.manifest import BranchId, CodecSpec, PeerId, RunId, RunRules, Seq
+from geo_diloco.manifest import CODEC_CHOICES_MAX, BranchId, CodecSpec, PeerId, RunId, RunRules, Seq
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,8 @@ class Changes:
     grace: bool | None = None
     grace_gamma: float | None = None
     codec_up: CodecSpec | None = None
+    codec_up_choices: tuple[CodecSpec, ...] | None = None
+    """All of them; empty: none besides `codec_up`."""
     codec_down: CodecSpec | None = None
 
     def given(self) -> dict[str, Any]:
@@ -43,7 +45,9 @@ SECTIONS = {
     "outer": ("eta", "mu"),
     "sync": ("quorum", "grace", "grace_gamma"),
 }
-"""Where a name is in the manifest. Codecs are sections of their own."""
+"""Where a name is in the manifest."""
+CODECS = ("codec_up", "codec_up_choices", "codec_down")
+"""These stand for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +144,7 @@ def rules_after(rules: RunRules, changes: Changes) -> RunRules:
         values = {name: given[name] for name in names if name in given}
         if values:
             rules = replace(rules, **{section: replace(getattr(rules, section), **values)})
-    codecs = {name: given[name] for name in ("codec_up", "codec_down") if name in given}
+    codecs = {name: given[name] for name in CODECS if name in given}
     return replace(rules, **codecs) if codecs else rules
 
 
@@ -152,8 +156,11 @@ def amended_at(amended: tuple[Amended, ...]) -> Mapping[str, Seq]:
 def codecs_up(rules: RunRules, amended: tuple[Amended, ...]) -> tuple[CodecSpec, ...]:
     """What a contribution may be encoded with, what is in force first: one that was encoded before an amendment is as
     good as it was. `rules` are the manifest's."""
-    since = [each.changes.codec_up for each in amended if each.changes.codec_up is not None]
-    return tuple(dict.fromkeys((*reversed(since), rules.codec_up)))
+    allowed: list[CodecSpec] = [rules.codec_up, *rules.codec_up_choices]
+    for each in amended:
+        rules = rules_after(rules, each.changes)
+        allowed = [rules.codec_up, *rules.codec_up_choices, *allowed]
+    return tuple(dict.fromkeys(allowed))
 
 
 def why_not_changes(changes: Changes) -> str | None:
@@ -162,14 +169,22 @@ def why_not_changes(changes: Changes) -> str | None:
     if not given:
         return "an amendment that changes nothing"
     for name, value in given.items():
-        if isinstance(value, CodecSpec):
-            if value.block < 16 or value.block > 4096 or value.block & (value.block - 1):
-                return f"{name} with blocks of {value.block}: a power of two from 16 to 4096 is allowed"
+        if name in CODECS:
+            codecs = (value,) if isinstance(value, CodecSpec) else value
+            if len(codecs) > CODEC_CHOICES_MAX:
+                return f"{name} with {len(codecs)} codecs: {CODEC_CHOICES_MAX} are allowed"
+            odd = next((each.block for each in codecs if not _is_block(each.block)), None)
+            if odd is not None:
+                return f"{name} with blocks of {odd}: a power of two from 16 to 4096 is allowed"
         elif name in _RANGES and not _RANGES[name][0] <= value <= _RANGES[name][1]:
             return f"{name} = {value}: {_RANGES[name][0]:g} to {_RANGES[name][1]:g} is allowed"
     if changes.eta == 0 or changes.mu == 1:
         return "eta is above 0, and mu below 1"
     return None
+
+
+def _is_block(size: int) -> bool:
+    return 16 <= size <= 4096 and not size & (size - 1)
 
 
 _COUNT_MAX = (1 << 53) - 1

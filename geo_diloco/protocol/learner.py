@@ -8,11 +8,12 @@ earlier one was merged or refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from geo_diloco.manifest import FragmentId, MonoMs, PeerId, RunRules, Seq, Term
+from geo_diloco.manifest import CodecSpec, FragmentId, MonoMs, PeerId, RunRules, Seq, Term
 from geo_diloco.protocol.accounts import Account
 from geo_diloco.protocol.adoptions import Adoptions
+from geo_diloco.protocol.amendments import rules_at
 from geo_diloco.protocol.effects import (
     Effect,
     ForgetBlob,
@@ -52,9 +53,19 @@ from geo_diloco.protocol.messages import (
 )
 from geo_diloco.protocol.resume_point import ResumePoint
 from geo_diloco.protocol.status import FragmentTokens
+from geo_diloco.protocol.uplink import Uplink
 from geo_diloco.protocol.uploads import Uploads
 
 PROGRESS_EVERY_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A sample that is being encoded."""
+
+    contribution: Contribution
+    """Its blob stands for none yet."""
+    codec: CodecSpec
 
 
 class Learner:
@@ -62,6 +73,7 @@ class Learner:
 
     def __init__(self, peer: PeerId, rules: RunRules, ledger: Ledger) -> None:
         self._peer = peer
+        self._rules = rules
         self._sync = rules.sync
         self._ledger = ledger
         self.accounts: list[Account] = []
@@ -79,12 +91,15 @@ class Learner:
         self._term = Term(0)
         """The syncer's. Its `open` need not be durable yet, so the ledger's may be lower."""
         self._asked: dict[FragmentId, RoundOpen] = {}
+        self._sampled_at: dict[FragmentId, int] = {}
+        """Inner step."""
         self._again_at: dict[FragmentId, int] = {}
         """After a refusal: the inner step from which the fragment may be sampled again."""
         self._collect_at: dict[FragmentId, str] = {}
         self._sampling: dict[FragmentId, RoundOpen] = {}
-        self._encoding: dict[FragmentId, tuple[RoundOpen, Contribution]] = {}
+        self._encoding: dict[FragmentId, _Draft] = {}
         self._uploads = Uploads()
+        self._uplink = Uplink(rules, ledger)
         self._adoptions = Adoptions(peer, ledger)
         self._resume_point = ResumePoint(ledger)
 
@@ -201,10 +216,21 @@ class Learner:
             return []
         if self.step <= account.adopted_step:
             return []
-        if self.step < self._again_at.get(fragment, 0):
+        if self.step < self._again_at.get(fragment, 0) or not self._has_room(fragment):
             return []
         self._sampling[fragment] = asked
         return [TakeSample(fragment, asked.round)]
+
+    def _has_room(self, fragment: FragmentId) -> bool:
+        """On a link that can't keep up every n-th round of a fragment is taken part in. The oldest open round goes
+        first: others with such a link take the same one then, and are merged together. In lockstep the schedule alone
+        decides."""
+        if self._sync.lockstep:
+            return True
+        sampled_at = self._sampled_at.get(fragment)
+        if sampled_at is not None and self._uplink.rests(self.step - sampled_at):
+            return False
+        return self._uplink.has_room(self._uploads, being_encoded=len(self._sampling) + len(self._encoding))
 
     def sample_taken(self, event: SampleTaken) -> list[Effect]:
         asked = self._sampling.pop(event.fragment, None)
@@ -212,6 +238,7 @@ class Learner:
             return []
         account = self.accounts[event.fragment]
         self._boundary(event.step, event.tokens, event.cursor)
+        self._sampled_at[event.fragment] = event.step
         steps, tokens = event.step - account.adopted_step, event.tokens - account.adopted_tokens
         undecided = account.sample(event.step, event.tokens)
         base = self._adoptions.heads[event.fragment].base
@@ -227,16 +254,23 @@ class Learner:
             cursor=event.cursor,
             blob=BlobRef(base, 0),
         )
-        self._encoding[event.fragment] = (asked, draft)
+        codec = self._uplink.take_codec(rules_at(self._rules, self._ledger.amended))
+        self._encoding[event.fragment] = _Draft(draft, codec)
         return self._tell(Sampled(round=asked.round, fragment=event.fragment, attempt=asked.attempt))
 
+    def codec_for(self, fragment: FragmentId) -> CodecSpec | None:
+        """Of a sample that is to be encoded; none if none is."""
+        draft = self._encoding.get(fragment)
+        return None if draft is None else draft.codec
+
     def delta_encoded(self, event: DeltaEncoded) -> list[Effect]:
-        pending = self._encoding.pop(event.fragment, None)
+        draft = self._encoding.pop(event.fragment, None)
         undecided = self.accounts[event.fragment].undecided
-        if pending is None or undecided is None:
+        if draft is None or undecided is None:
             return [ForgetBlob(event.blob), *self._sample_if_ready(event.fragment)]
-        contribution = replace(pending[1], blob=event.blob)
+        contribution = replace(draft.contribution, blob=event.blob)
         undecided.contribution = contribution
+        self._uplink.encoded(draft.codec, contribution)
         if self._syncer is None:
             return []
         self._uploads.add(contribution)
@@ -246,13 +280,17 @@ class Learner:
 
     def _next_upload(self) -> list[Effect]:
         chosen = None if self._syncer is None else self._uploads.next()
-        return [] if chosen is None else [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
+        if chosen is None:
+            return []
+        self._uplink.began()
+        return [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
 
     def upload_done(self, event: UploadDone) -> list[Effect]:
         for account in self.accounts:
             if account.undecided is not None and account.contribution_blob() == event.blob:
                 account.undecided.uploaded = True
-        self._uploads.done(event)
+        self._uplink.done(event)
+        self._uploads.over(event.blob)
         return self._next_upload()
 
     def upload_failed(self, event: UploadFailed) -> list[Effect]:
@@ -337,9 +375,10 @@ class Learner:
     def step_done(self, event: StepDone, now: MonoMs) -> list[Effect]:
         self._boundary(event.step, event.tokens, event.cursor)
         self._step_time_us = event.step_time_us
+        self._uplink.stepped(event.step_time_us, now)
         self._loss = event.loss
         effects: list[Effect] = []
-        for fragment in list(self._asked):
+        for fragment in sorted(self._asked, key=lambda p: self._asked[p].round):
             effects += self._sample_if_ready(fragment)
         due = self._progress_at is None or now - self._progress_at >= PROGRESS_EVERY_MS
         if due and self._syncer is not None and event.step_time_us > 0:
@@ -352,10 +391,16 @@ class Learner:
             step=self.step,
             tokens=self.tokens,
             step_time_us=self._step_time_us,
-            upload_bytes_per_s=self._uploads.bytes_per_s,
+            upload_bytes_per_s=self._uplink.bytes_per_s,
             loss=self._loss,
             cursor=self._cursor,
+            turn=self._uplink.turn(),
+            uplink=self.uplink(),
         )
+
+    def uplink(self) -> str:
+        """What it makes of its way up, for people."""
+        return self._uplink.text()
 
     def _boundary(self, step: int, tokens: int, cursor: int | None) -> None:
         self.step, self.tokens = max(self.step, step), max(self.tokens, tokens)

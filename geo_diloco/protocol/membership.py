@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from geo_diloco.manifest import BootId, MonoMs, PeerId
+from geo_diloco.manifest import BootId, FragmentId, MonoMs, PeerId
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
 from geo_diloco.protocol.schedule import MICRO
 from geo_diloco.protocol.status import LearnerStatus
@@ -57,8 +57,15 @@ class Member:
     upload_bytes_per_s: int = 0
     loss: float | None = None
     cursor: int = 0
+    uplink: str = ""
+    keeps_up: bool = True
+    """Takes part in every round, as far as its link goes."""
     delivery_ms: int | None = None
-    """Moving average from opening a round to a valid contribution."""
+    """Moving average from opening a round to a valid contribution, be that too late for it."""
+    takes_ms: int | None = None
+    """The same from the moment in which it said that it sampled."""
+    sampled: dict[FragmentId, tuple[MonoMs, MonoMs]] = field(default_factory=dict)
+    """Of work that is not valid yet: when its round was opened, and when it said that it sampled."""
     allotment: Allotment | None = None
     said_goodbye: bool = False
 
@@ -75,6 +82,7 @@ class Member:
             upload_bytes_per_s=self.upload_bytes_per_s,
             share=None if self.allotment is None else self.allotment.share,
             doing=doing,
+            uplink=self.uplink,
         )
 
     @property
@@ -190,13 +198,22 @@ class Membership:
         member.step, member.tokens = progress.step, progress.tokens
         member.step_time_us = min(max(progress.step_time_us, 1), 3_600 * MICRO)
         member.upload_bytes_per_s, member.cursor = progress.upload_bytes_per_s, progress.cursor
-        member.loss = progress.loss
+        member.loss, member.uplink = progress.loss, progress.uplink[:HOST_CHARACTERS_MAX]
+        if member.keeps_up != (progress.turn <= 1):
+            member.keeps_up = progress.turn <= 1
+            self._changed[peer] = None
         self._look_at(member, now)
 
-    def delivered(self, peer: PeerId, delivery_ms: int) -> None:
+    def sampled(self, peer: PeerId, fragment: FragmentId, *, opened_at: MonoMs, now: MonoMs) -> None:
+        self._members[peer].sampled[fragment] = (opened_at, now)
+
+    def delivered(self, peer: PeerId, fragment: FragmentId, now: MonoMs) -> None:
+        """A contribution became valid, and says how long its learner takes, unless an earlier term asked for it."""
         member = self._members.get(peer)
-        if member is not None:
-            member.delivery_ms = moving_average(member.delivery_ms, delivery_ms)
+        times = None if member is None else member.sampled.pop(fragment, None)
+        if member is not None and times is not None:
+            member.delivery_ms = moving_average(member.delivery_ms, now - times[0])
+            member.takes_ms = moving_average(member.takes_ms, now - times[1])
             self._changed[peer] = None
 
     def disconnected(self, peer: PeerId, now: MonoMs) -> None:

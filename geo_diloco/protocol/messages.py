@@ -276,6 +276,10 @@ class Progress:
     loss: float | None
     cursor: int
     """Tokens consumed of the current allotment."""
+    turn: int = 1
+    """It takes part in every so many-th round of a fragment, because its link keeps up with no more."""
+    uplink: str = ""
+    """Free text for `status`: which codec it took and why, how many of the rounds it takes part in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from geo_diloco.manifest import FragmentId, MonoMs, PeerId, RunRules, Version
 from geo_diloco.protocol.crediting import Crediting
 from geo_diloco.protocol.effects import Effect, Merge, Note, Send
 from geo_diloco.protocol.events import Merged, MergeFailed
-from geo_diloco.protocol.holdings import Held, Holdings
+from geo_diloco.protocol.holdings import Holdings
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Membership, moving_average
 from geo_diloco.protocol.messages import Commit, RoundOpen, Sampled
@@ -128,17 +128,13 @@ class OpenRounds:
 
     # -- who has delivered ----------------------------------------------------------------------------------------
 
-    def sampled(self, peer: PeerId, message: Sampled) -> None:
+    def sampled(self, peer: PeerId, message: Sampled, now: MonoMs) -> None:
+        """Said twice it counts from the first time."""
         round_ = self._rounds.get(message.fragment)
-        if round_ is not None and round_.number == message.round:
-            round_.sampled.add(peer)
+        if round_ is not None and round_.number == message.round and peer not in round_.sampled:
+            round_.sampled[peer] = now - round_.opened_at
+            self._membership.sampled(peer, message.fragment, opened_at=round_.opened_at, now=now)
             self._count(round_, peer)
-
-    def delivered(self, item: Held, now: MonoMs) -> None:
-        """A contribution became valid: if it is fresh, it says how long its learner takes."""
-        round_ = self._rounds.get(item.contribution.id.fragment)
-        if round_ is not None and round_.is_fresh(item):
-            self._membership.delivered(item.contribution.id.peer, now - round_.opened_at)
 
     def _count_changed(self) -> None:
         for peer in self._membership.take_changed():
@@ -150,7 +146,7 @@ class OpenRounds:
 
     def _count(self, round_: Round, peer: PeerId) -> None:
         live, item = self._membership.live_member(peer), self._holdings.of_fragment(round_.fragment).get(peer)
-        standing = standing_of(live, item, base=round_.base, sampled=peer in round_.sampled)
+        standing = standing_of(live, item, base=round_.base, sampled_ms=round_.sampled.get(peer))
         if round_.tally.look(peer, standing):
             round_.touched = True
 

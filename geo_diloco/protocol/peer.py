@@ -11,7 +11,7 @@ from __future__ import annotations
 import typing
 from typing import Literal
 
-from geo_diloco.manifest import BootId, CodecSpec, Digest, MonoMs, PeerId, RunId, RunRules, Seq
+from geo_diloco.manifest import BootId, CodecSpec, Digest, FragmentId, MonoMs, PeerId, RunId, RunRules, Seq
 from geo_diloco.protocol.amendments import codecs_up, rules_at
 from geo_diloco.protocol.chain import Chain, Outcome, SyncerChanged
 from geo_diloco.protocol.effects import Effect, Note, ReadyToLeave, RunFinished, Send
@@ -137,6 +137,11 @@ class Peer:
         """What a contribution may be encoded with here, what is in force first."""
         ledger = self.ledger if self._syncer is None else self._syncer.ledger
         return codecs_up(self._rules, ledger.amended)
+
+    def codec_for(self, fragment: FragmentId) -> CodecSpec:
+        """What a learner encodes its sample of that fragment with."""
+        chosen = None if self._learner is None else self._learner.codec_for(fragment)
+        return chosen or self.rules.codec_up
 
     def why_not_amend(self, asked: AmendmentAsked) -> str | None:
         """Why this peer can't append that amendment now, for whoever asks; none if it can."""
@@ -350,6 +355,7 @@ class Peer:
             rounds=() if self._syncer is None else self._syncer.round_status(),
             waiting=() if self._syncer is None else self._syncer.waiting(now),
             tokens=self.tokens(),
+            uplink="" if self._learner is None else self._learner.uplink(),
             election=self.election.status(now),
         )
 

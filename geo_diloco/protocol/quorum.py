@@ -30,13 +30,16 @@ class RoundFacts:
     missing: int
     """Live learners that have not delivered and still could."""
     expected_missing: int
-    """Those of them that said that they sampled, or whose habits predict delivery in time."""
+    """Those of them whose habits predict delivery before the window ends, from when they said that they sampled if they
+    did; and those without habits."""
     slack_ms: int | None
     """Eq. 3 of the paper; none until there are estimates."""
     cap_ms: int
     """One inner step of the slowest fresh learner."""
     due_again_at: MonoMs | None
     """When the fragment's next turn comes at the present pace; none if unknown."""
+    was_due: bool
+    """Whether it had come before the quorum was there, because of a slow uplink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,26 @@ def _below_quorum(facts: RoundFacts, sync: SyncSpec) -> Decision:
 def _slow_links(facts: RoundFacts, quorum_at: MonoMs, sync: SyncSpec) -> Decision:
     if facts.expected_missing == 0:
         return Decision(True, "everyone expected has delivered")
-    due_again_at = quorum_at if facts.due_again_at is None else facts.due_again_at
-    until = quorum_at + int(sync.grace_gamma * max(0, due_again_at - quorum_at))
+    latest_ms = window_ms(facts.opened_at, quorum_at, facts.due_again_at, sync, was_due=facts.was_due)
+    until = quorum_at if latest_ms is None else facts.opened_at + latest_ms
     return _window(facts, until, f"{facts.expected_missing} expected are on their way")
+
+
+def window_ms(
+    opened_at: MonoMs, quorum_at: MonoMs | None, due_again_at: MonoMs | None, sync: SyncSpec, *, was_due: bool
+) -> int | None:
+    """How long after opening the window ends where transfers don't fit into tau steps, if there is anybody to wait for;
+    before the quorum, how long it would last if that were there at once. None if the pace is not known.
+
+    It never lasts until the fragment is due again. Where links are so slow that it was due before the quorum was there,
+    uplinks set the pace, and nothing is won by closing at once: equal learners are up to an upload apart, and each
+    would be alone in its round. Then the window is as long as it took to the quorum, before gamma.
+    """
+    if due_again_at is None:
+        return None
+    quorum_ms = 0 if quorum_at is None else quorum_at - opened_at
+    left_ms = quorum_ms if was_due else max(0, due_again_at - opened_at - quorum_ms)
+    return quorum_ms + int(sync.grace_gamma * left_ms)
 
 
 def _window(facts: RoundFacts, until: int, why: str) -> Decision:

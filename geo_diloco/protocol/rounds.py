@@ -49,8 +49,11 @@ class Round:
     due_again: int
     """Reading of the inner clock, in micro-steps, at which the fragment is due again."""
     attempt: int = 1
-    sampled: set[PeerId] = field(default_factory=set)
+    sampled: dict[PeerId, int] = field(default_factory=dict)
+    """Who said that it sampled, and how many milliseconds after opening."""
     quorum_at: MonoMs | None = None
+    was_due: bool = False
+    """Whether the fragment was due again by then, because of a slow uplink."""
     closing: Closing | None = None
     """Set while it is being merged or sealed."""
     retry_at: MonoMs | None = None
@@ -72,15 +75,16 @@ class Round:
     def facts(self, now: MonoMs, outlook: Outlook, due_again_ms: int | None, sync: SyncSpec) -> RoundFacts:
         """Everything `quorum.decide` asks for. Notes when the quorum was reached."""
         if self.tally.fresh < sync.quorum:
-            self.quorum_at = None
+            self.quorum_at, self.was_due = None, False
         elif self.quorum_at is None:
-            self.quorum_at = now
+            self.quorum_at, self.was_due = now, due_again_ms == 0 and self.tally.num_slow > 0
         return self.tally.facts(
             now,
             outlook,
             opened_at=self.opened_at,
             quorum_at=self.quorum_at,
             due_again_at=None if due_again_ms is None else MonoMs(now + due_again_ms),
+            was_due=self.was_due,
             sync=sync,
         )
 

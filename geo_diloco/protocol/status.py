@@ -23,6 +23,8 @@ class LearnerStatus:
     upload_bytes_per_s: int
     share: int | None
     doing: str
+    uplink: str
+    """What it makes of its way up, in its own words; empty if there is nothing to say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,4 +88,6 @@ class PeerStatus:
     rounds: tuple[RoundStatus, ...] = ()
     waiting: tuple[Waiting, ...] = ()
     tokens: tuple[FragmentTokens, ...] = ()
+    uplink: str = ""
+    """Of a learner: what it makes of its way up."""
     election: ElectionStatus | None = None

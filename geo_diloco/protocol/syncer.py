@@ -240,7 +240,7 @@ class Syncer:
             case Progress():
                 self._membership.progress(sender, message, now)
             case Sampled():
-                self._rounds.sampled(sender, message)
+                self._rounds.sampled(sender, message, now)
             case Contribution():
                 if not member.trains:
                     return [self._refuse(sender, "unexpected", "said in Hello that it does not train")]
@@ -296,7 +296,7 @@ class Syncer:
     def _checked(self, event: ContributionChecked, now: MonoMs) -> list[Effect]:
         item, effects = self._holdings.checked(event)
         if item is not None:
-            self._rounds.delivered(item, now)
+            self._membership.delivered(event.id.peer, event.id.fragment, now)
         return effects
 
     # -- rounds ---------------------------------------------------------------------------------------------------

@@ -14,14 +14,16 @@ from typing import Literal
 from geo_diloco.manifest import Digest, MonoMs, PeerId, SyncSpec
 from geo_diloco.protocol.holdings import Held
 from geo_diloco.protocol.membership import Member
-from geo_diloco.protocol.quorum import RoundFacts
+from geo_diloco.protocol.quorum import RoundFacts, window_ms
 
 NO_HABIT_MS = -1
-"""Of a learner that has never delivered: it is expected whenever the window ends."""
+"""Of a learner that has never delivered, or that announced what another term asked for: it is expected whenever the
+window ends."""
 
-Kind = Literal["fresh", "late", "coming", "unheard"]
-"""Delivered, by freshness; not delivered, but it sampled or announced; neither, so that its habits must do. A learner
-that its own undecided older work keeps from sampling is none of them: it neither has delivered nor could."""
+Kind = Literal["fresh", "late", "coming", "unheard", "resting"]
+"""Delivered, by freshness; not delivered, but it sampled or announced; neither, so that its habits must do; neither,
+and its link lets it take part in some rounds only, of which this need not be one. A learner that its own undecided
+older work keeps from sampling is none of them: it neither has delivered nor could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +32,29 @@ class Standing:
 
     kind: Kind
     number: int = 0
-    """`fresh`: its step time in microseconds, 0 if it is not live; `unheard`: how long it takes as a rule, in
-    milliseconds."""
+    """`fresh`: its step time in microseconds, 0 if it is not live; of the others how long after opening its
+    work will be here by its habits, in milliseconds."""
+    is_slow: bool = False
+    """`fresh`: its link does not keep up with every round."""
 
 
-def standing_of(live: Member | None, item: Held | None, *, base: Digest, sampled: bool) -> Standing | None:
-    """`live`: the member, if it is a live learner; `item`: its undecided contribution for the fragment."""
+def standing_of(live: Member | None, item: Held | None, *, base: Digest, sampled_ms: int | None) -> Standing | None:
+    """`live`: the member, if it is a live learner; `item`: its undecided contribution for the fragment; `sampled_ms`:
+    how long after opening it said that it sampled, if it did."""
     fresh = item is not None and item.contribution.id.base == base
     if item is not None and item.ready:
-        return Standing("fresh", 0 if live is None else live.step_time_us) if fresh else Standing("late")
+        if not fresh:
+            return Standing("late")
+        return Standing("fresh", live.step_time_us, not live.keeps_up) if live is not None else Standing("fresh")
     if live is None or (item is not None and not fresh):
         return None
-    if item is not None or sampled:
-        return Standing("coming")
-    return Standing("unheard", NO_HABIT_MS if live.delivery_ms is None else live.delivery_ms)
+    if sampled_ms is not None and live.takes_ms is not None:
+        return Standing("coming", sampled_ms + live.takes_ms)
+    if item is not None or sampled_ms is not None:
+        return Standing("coming", NO_HABIT_MS)
+    return Standing(
+        "unheard" if live.keeps_up else "resting", NO_HABIT_MS if live.delivery_ms is None else live.delivery_ms
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +88,16 @@ class Tally:
     """What a fresh contribution is based on."""
     _standings: dict[PeerId, Standing] = field(default_factory=dict)
     _late: int = 0
-    _coming: int = 0
     _fresh_us: list[int] = field(default_factory=list)
     """Step times of those who delivered fresh work, sorted."""
+    num_slow: int = 0
+    """Of those who delivered fresh work: whose link does not keep up."""
+    _coming_ms: list[int] = field(default_factory=list)
+    """Of those who said that they sampled, or announced, sorted."""
+    _resting_ms: list[int] = field(default_factory=list)
+    """Of those who are not expected in every round, sorted."""
     _habits_ms: list[int] = field(default_factory=list)
-    """Of those not heard of in this round, sorted."""
+    """Of the others not heard of in this round, sorted."""
 
     @property
     def fresh(self) -> int:
@@ -106,9 +122,12 @@ class Tally:
             case "late":
                 self._late += one
             case "coming":
-                self._coming += one
+                _put(self._coming_ms, standing.number, one)
             case "fresh":
                 _put(self._fresh_us, standing.number, one)
+                self.num_slow += one if standing.is_slow else 0
+            case "resting":
+                _put(self._resting_ms, standing.number, one)
             case "unheard":
                 _put(self._habits_ms, standing.number, one)
 
@@ -120,6 +139,7 @@ class Tally:
         opened_at: MonoMs,
         quorum_at: MonoMs | None,
         due_again_at: MonoMs | None,
+        was_due: bool,
         sync: SyncSpec,
     ) -> RoundFacts:
         """Everything `quorum.decide` asks for."""
@@ -130,17 +150,23 @@ class Tally:
             fresh=self.fresh,
             late=self._late,
             live=outlook.live,
-            missing=self._coming + len(self._habits_ms),
-            expected_missing=self._coming + self._expected(opened_at, due_again_at, sync),
+            missing=len(self._coming_ms) + len(self._resting_ms) + len(self._habits_ms),
+            expected_missing=self._expected(
+                window_ms(opened_at, quorum_at, due_again_at, sync, was_due=was_due), was_due=was_due
+            ),
             slack_ms=_slack_ms(outlook, sync),
             cap_ms=self._fresh_us[-1] // 1000 if self._fresh_us else 0,
             due_again_at=due_again_at,
+            was_due=was_due,
         )
 
-    def _expected(self, opened_at: MonoMs, due_again_at: MonoMs | None, sync: SyncSpec) -> int:
-        """Of those not heard of: who usually delivers before the window must close, or has no habits yet."""
-        latest_ms = NO_HABIT_MS if due_again_at is None else int(sync.grace_gamma * (due_again_at - opened_at))
-        return bisect_right(self._habits_ms, latest_ms)
+    def _expected(self, latest_ms: int | None, *, was_due: bool) -> int:
+        """Of those who have not delivered: whose work will be here by then, or whose habits are not known. Who rests is
+        expected where all wait for uplinks: there it takes the round that is open longest, as everybody does."""
+        if latest_ms is None:
+            latest_ms = NO_HABIT_MS
+        groups = (self._coming_ms, self._habits_ms, *((self._resting_ms,) if was_due else ()))
+        return sum(bisect_right(each, latest_ms) for each in groups)
 
 
 def _put(numbers: list[int], number: int, one: Literal[1, -1]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from geo_diloco.protocol.events import UploadDone
 from geo_diloco.protocol.messages import BlobRef, Contribution
 
 
@@ -16,10 +15,8 @@ class Uploads:
     """A learner's queue of contributions, and the one that is under way."""
 
     def __init__(self) -> None:
-        self.bytes_per_s = 0
-        """What the link was worth lately; 0 until it is known."""
+        self.under_way: BlobRef | None = None
         self._overtaken_max = 0
-        self._under_way: BlobRef | None = None
         self._queued: list[Contribution] = []
         self._overtaken: dict[BlobRef, int] = {}
         """How often each of those was passed over."""
@@ -30,15 +27,20 @@ class Uploads:
 
     @property
     def is_idle(self) -> bool:
-        return not self._queued and self._under_way is None
+        return not self._queued and self.under_way is None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of those that are not under way."""
+        return sum(queued.blob.size for queued in self._queued)
 
     def holds(self, contribution: Contribution) -> bool:
         """Whether it is queued or under way."""
-        return self._under_way == contribution.blob or contribution in self._queued
+        return self.under_way == contribution.blob or contribution in self._queued
 
     def add(self, contribution: Contribution) -> None:
         """Queue it. Two that have the same bytes go up as one."""
-        if all(queued.blob != contribution.blob for queued in self._queued) and self._under_way != contribution.blob:
+        if all(queued.blob != contribution.blob for queued in self._queued) and self.under_way != contribution.blob:
             self._queued.append(contribution)
 
     def begin_again(self, contributions: Sequence[Contribution]) -> None:
@@ -48,28 +50,20 @@ class Uploads:
     def next(self) -> Contribution | None:
         """The one to be uploaded now, if the link is free. What was overtaken once per fragment goes first: on a link
         that is always behind, a round that lacks its quorum is an old one, and would always lose."""
-        if self._under_way is not None or not self._queued:
+        if self.under_way is not None or not self._queued:
             return None
         overtaken = {queued.blob: self._overtaken.get(queued.blob, 0) for queued in self._queued}
         waited = [queued for queued in self._queued if overtaken[queued.blob] >= self._overtaken_max]
         chosen = waited[0] if waited else max(self._queued, key=lambda queued: (queued.round, queued.id.last_step))
         self._queued.remove(chosen)
         self._overtaken = {queued.blob: overtaken[queued.blob] + 1 for queued in self._queued}
-        self._under_way = chosen.blob
+        self.under_way = chosen.blob
         return chosen
-
-    def done(self, event: UploadDone) -> None:
-        """It is with whoever collects it, at this rate."""
-        if event.bytes_per_s > 0:
-            self.bytes_per_s = (
-                event.bytes_per_s if self.bytes_per_s == 0 else (4 * self.bytes_per_s + event.bytes_per_s) // 5
-            )
-        self.over(event.blob)
 
     def over(self, blob: BlobRef) -> None:
         """It is not under way any more, however it ended."""
-        if self._under_way == blob:
-            self._under_way = None
+        if self.under_way == blob:
+            self.under_way = None
 
     def let_go(self, blob: BlobRef) -> None:
         """It is decided: nobody waits for these bytes, and nothing may be heard of their upload again."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from geo_diloco.sim.process import Process
 
 UPLOAD_TRIES = 8
+DELTA_BYTES = 10_000
 
 
 class LearnHands:
@@ -76,7 +77,7 @@ class LearnHands:
 
     def _encode(self, event: SampleTaken, delta: Work) -> None:
         process, world = self._process, self._process.world
-        blob = BlobRef(fake_digest("delta", process.boot, event, sorted(delta.items())), 50)
+        blob = BlobRef(fake_digest("delta", process.boot, event, sorted(delta.items())), DELTA_BYTES)
         world.contents[blob.digest] = delta
         if world.mishap(world.plan.odds.bad_frame):
             world.bad_blobs.add(blob.digest)
@@ -84,26 +85,29 @@ class LearnHands:
 
     # -- uploads --------------------------------------------------------------------------------------------------
 
-    def _upload(self, blob: BlobRef, tries: int) -> None:
-        clock = self._process.clock
-        ms = clock.between(self._process.world.plan.transfer_ms) if tries == 0 else min(1_000, 20 << tries)
-        clock.after(ms, lambda: self._upload_ends(blob, tries))
+    def _upload(self, blob: BlobRef, tries: int, takes_ms: int = 0) -> None:
+        clock, own_ms = self._process.clock, self._process.host.plan.upload_ms
+        usual_ms = (own_ms - own_ms // 20, own_ms + own_ms // 20) if own_ms else self._process.world.plan.transfer_ms
+        ms = clock.between(usual_ms) if tries == 0 else min(1_000, 20 << tries)
+        takes_ms = takes_ms or ms
+        clock.after(ms, lambda: self._upload_ends(blob, tries, takes_ms))
 
-    def _upload_ends(self, blob: BlobRef, tries: int) -> None:
+    def _upload_ends(self, blob: BlobRef, tries: int, takes_ms: int) -> None:
         process, world = self._process, self._process.world
         if not process.alive or blob in self._cancelled:
             return
         syncer = world.collector(process)
         if syncer is None or process.frozen:
-            process.clock.after(500, lambda: self._upload_ends(blob, tries))
+            process.clock.after(500, lambda: self._upload_ends(blob, tries, takes_ms))
         elif world.mishap(world.plan.odds.upload_failed):
             process.handle(UploadFailed(blob, "refused for good"))
         elif syncer.serve.upload_ended(blob):
-            process.handle_after(process.clock.between(world.plan.delay_ms), UploadDone(blob, 1_000_000))
+            done = UploadDone(blob, 1000 * blob.size // takes_ms)
+            process.handle_after(process.clock.between(world.plan.delay_ms), done)
         elif tries >= UPLOAD_TRIES:
             process.handle(UploadFailed(blob, "not announced"))
         else:
-            self._upload(blob, tries + 1)
+            self._upload(blob, tries + 1, takes_ms)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

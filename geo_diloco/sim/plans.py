@@ -34,6 +34,8 @@ class HostPlan:
 
     step_ms: int = 0
     """How long an inner step takes; 0: it does not train."""
+    upload_ms: int = 0
+    """How long an upload takes, give or take a twentieth; 0: as any blob in that plan."""
     serves: bool = False
     """Can be dialed, and may be syncer."""
     elects: bool = False

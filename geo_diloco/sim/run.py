@@ -22,6 +22,7 @@ from geo_diloco.sim.checkers import (
     TokenChecker,
     WorkChecker,
 )
+from geo_diloco.sim.contributions import ContributionWatch, fresh_in
 from geo_diloco.sim.plans import Plan
 from geo_diloco.sim.process import Process
 from geo_diloco.sim.world import World
@@ -60,6 +61,12 @@ class Outcome:
     num_pruned: int = 0
     """Updates let go of, all disks together."""
     reasons: tuple[str, ...] = ()
+    fresh: tuple[int, ...] = ()
+    """Participants of each commit whose work was based on the version before."""
+    round_ms: float = 0.0
+    """Mean time between the commits of a fragment."""
+    admitted: Mapping[int, float] = field(default_factory=dict)
+    """Share of each host's decided contributions that was merged; the others were refused."""
 
 
 class Run:
@@ -76,6 +83,7 @@ class Run:
         self.tokens = TokenChecker(self.world)
         self.rules = RulesChecker(self.world)
         self.pruning = PruneChecker(self.world)
+        self.contributions = ContributionWatch(self.world)
         self.world.watches = (
             self.appends,
             self.chain,
@@ -87,6 +95,7 @@ class Run:
             LeaseChecker(self.world),
             BranchChecker(self.world),
             self.rules,
+            self.contributions,
         )
 
     @property
@@ -128,8 +137,18 @@ class Run:
             simulated_ms=clock.now,
             gap_ms=self._gap_ms(),
             num_pruned=self.pruning.num_pruned,
-            reasons=tuple(each.entry.close_reason for each in self.chain.chain if isinstance(each.entry, Commit)),
+            reasons=tuple(each.close_reason for each in self._commits()),
+            fresh=tuple(fresh_in(each) for each in self._commits()),
+            round_ms=self._round_ms(),
+            admitted=self.contributions.admitted(self._commits()),
         )
+
+    def _commits(self) -> list[Commit]:
+        return [each.entry for each in self.chain.chain if isinstance(each.entry, Commit)]
+
+    def _round_ms(self) -> float:
+        times, num_fragments = self.commits.times, len(self.plan.num_elements)
+        return (times[-1] - times[0]) * num_fragments / (len(times) - 1) if len(times) > 1 else 0.0
 
     def _gap_ms(self) -> int:
         times = self.commits.times

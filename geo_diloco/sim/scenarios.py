@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -27,6 +27,9 @@ class Expected:
     commits: int
     gap_s: float | None = None
     participants: float | None = None
+    fresh: float | None = None
+    round_s: float | None = None
+    admitted: float | None = None
     amendments: int = 0
     pruned: int = 0
     branches: int = 1
@@ -51,8 +54,6 @@ def scenarios() -> dict[str, Scenario]:
 
 def play(scenario: Scenario, *, seed: int) -> Outcome:
     """Run it. Raises Violation if an invariant breaks or what comes of it is not what was expected."""
-    from dataclasses import replace
-
     assert scenario.plan is not None and scenario.expected is not None
     run = Run(replace(scenario.plan, seed=seed))
     outcome = run.go()
@@ -73,12 +74,26 @@ def _disappointment(outcome: Outcome, expected: Expected) -> str | None:
     mean = sum(outcome.participants) / max(1, len(outcome.participants))
     if expected.participants is not None and mean < expected.participants:
         return f"{mean:.2f} participants a round, expected {expected.participants} or more"
+    if (why_not := _poor_rounds(outcome, expected)) is not None:
+        return why_not
     if outcome.num_amendments != expected.amendments:
         return f"{outcome.num_amendments} amendments, expected {expected.amendments}"
     if outcome.num_pruned < expected.pruned:
         return f"{outcome.num_pruned} updates were let go of, expected {expected.pruned} or more"
     if outcome.num_branches != expected.branches:
         return f"{outcome.num_branches} branches, expected {expected.branches}"
+    return None
+
+
+def _poor_rounds(outcome: Outcome, expected: Expected) -> str | None:
+    fresh = sum(outcome.fresh) / max(1, len(outcome.fresh))
+    if expected.fresh is not None and fresh < expected.fresh:
+        return f"{fresh:.2f} fresh participants a round, expected {expected.fresh} or more"
+    if expected.round_s is not None and outcome.round_ms > expected.round_s * 1000:
+        return f"{outcome.round_ms / 1000:.2f} s a round, expected at most {expected.round_s} s"
+    least = min(outcome.admitted.values(), default=1.0)
+    if expected.admitted is not None and least < expected.admitted:
+        return f"{least:.0%} of somebody's contributions were merged, expected {expected.admitted:.0%} or more"
     return None
 
 
@@ -89,9 +104,11 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
     ends = [fault.at_ms + fault.for_ms for fault in faults if fault.for_ms < FOR_GOOD_MS]
     ends += [fault.at_ms for fault in faults]
     seconds = float(data["seconds"])
+    sync = replace(SYNC, **data.get("sync", {}))
     plan = Plan(
         hosts=tuple(host for each in data["hosts"] for host in _hosts(each)),
-        sync=SYNC,
+        sync=sync,
+        num_elements=tuple(100 + p % 2 * 200 for p in range(sync.num_fragments)),
         stop=StopSpec(minutes=seconds / 60),
         election=ElectionSpec(lease_seconds=float(data.get("lease_seconds", 5)), electors=data.get("electors", 3)),
         faults=faults,
@@ -106,6 +123,9 @@ def _scenario(name: str, data: Mapping[str, Any]) -> Scenario:
         commits=expect["commits"],
         gap_s=expect.get("gap_s"),
         participants=expect.get("participants"),
+        fresh=expect.get("fresh"),
+        round_s=expect.get("round_s"),
+        admitted=expect.get("admitted"),
         amendments=expect.get("amendments", 0),
         pruned=expect.get("pruned", 0),
         branches=expect.get("branches", 1),
@@ -121,16 +141,17 @@ def _hosts(text: str) -> list[HostPlan]:
 def _host(text: str) -> HostPlan:
     kind, *numbers = text.split()
     rate_ppm = next((int(each) for each in numbers if each[0] in "+-"), 0)
-    step_ms = next((int(each) for each in numbers if each[0] not in "+-"), 0)
+    step_ms = next((int(each) for each in numbers if each[0] not in "+-^"), 0)
+    upload_ms = next((int(each[1:]) for each in numbers if each[0] == "^"), 0)
     match kind:
         case "founder":
             return FOUNDER
         case "standby":
             return HostPlan(serves=True, elects=True, rate_ppm=rate_ppm)
         case "elector":
-            return HostPlan(step_ms=step_ms, elects=True, rate_ppm=rate_ppm)
+            return HostPlan(step_ms=step_ms, elects=True, rate_ppm=rate_ppm, upload_ms=upload_ms)
         case "learner":
-            return HostPlan(step_ms=step_ms, rate_ppm=rate_ppm)
+            return HostPlan(step_ms=step_ms, rate_ppm=rate_ppm, upload_ms=upload_ms)
         case "follower":
             return HostPlan(rate_ppm=rate_ppm)
         case _:

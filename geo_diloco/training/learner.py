@@ -90,6 +90,9 @@ class NodePort(Protocol):
     def take_orders(self) -> list[Order]:
         """What has come in since, oldest first. Does not wait."""
 
+    def wait_over(self, limit_s: float) -> None:
+        """So long, or until it is finished, left or failed: orders that come meanwhile stay where they are."""
+
     def wait_order(self, accept: Accept) -> Order | None:
         """The oldest order that is accepted, waiting for it; others stay where they are. None: finished or left."""
 
@@ -117,6 +120,8 @@ class LearnerSetup:
     """Seconds between checkpoints; 0: none."""
     sets_learning_rate: bool = True
     """False: the script has a schedule of its own."""
+    pace_ms: int = 0
+    """An inner step takes at least so long: for benchmarks, in place of the compute that this machine hasn't got."""
     clock: Callable[[], float] = time.perf_counter
     """Seconds; inner steps and the time between checkpoints are measured by it."""
 
@@ -164,6 +169,7 @@ class Learner:
         loss: mean nats per token of this step, for people to watch.
         Raises whatever ended the rest of the peer, if it failed; UserError if it is called with something else.
         """
+        self._keep_pace()
         boundary = self.boundary(tokens, loss)
         order: Order | None = None
         while True:
@@ -198,6 +204,13 @@ class Learner:
         self._left_at = self._setup.clock()
         self.seconds_inside += self._left_at - entered
         return self.finished
+
+    def _keep_pace(self) -> None:
+        """A step that was too quick goes on for a while. Nothing is held meanwhile, and leaving ends it; orders wait
+        for the boundary, as they would in a step that computes for so long."""
+        left_s = self._left_at + self._setup.pace_ms / 1000 - self._setup.clock()
+        if self._setup.pace_ms > 0 and left_s > 0 and not self.finished:
+            self._port.wait_over(left_s)
 
     @property
     def cursor(self) -> int:

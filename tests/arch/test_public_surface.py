@@ -47,6 +47,7 @@ COMMANDS: dict[str, list[str]] = {
             "--contact",
             "--keep-contributions",
             "--no-train",
+            "--pace",
             "--run-dir",
             "--save-every-s",
             "--threads",

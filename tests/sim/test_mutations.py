@@ -162,9 +162,9 @@ def keeps_an_upload_slot_for_a_dead_upload(patch: Patch) -> None:
     honest = Learner.adopted
 
     def adopted(self: Any, event: Any) -> Any:
-        under_way = self._uploads._under_way
+        under_way = self._uploads.under_way
         effects = honest(self, event)
-        self._uploads._under_way = under_way
+        self._uploads.under_way = under_way
         return effects
 
     patch.setattr(Learner, "adopted", adopted)

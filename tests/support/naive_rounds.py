@@ -77,19 +77,24 @@ class Naive:
         missing = [each for each in here if _could_deliver(each, round_, held)]
         due_again_ms = self._rounds._clock.ms_until(round_.due_again)
         due_again_at = None if due_again_ms is None else MonoMs(now + due_again_ms)
+        quorum_at = self._quorum_at(round_, len(fresh), now)
+        quorum_ms = 0 if quorum_at is None else quorum_at - round_.opened_at
         step_times_us = {each.peer: each.step_time_us for each in here}
         return RoundFacts(
             now=now,
             opened_at=round_.opened_at,
-            quorum_at=self._quorum_at(round_, len(fresh), now),
+            quorum_at=quorum_at,
             fresh=len(fresh),
             late=len(ready) - len(fresh),
             live=len(here),
             missing=len(missing),
-            expected_missing=sum(_expected(each, round_, held, due_again_at, self._sync) for each in missing),
+            expected_missing=sum(
+                _expected(each, round_, held, due_again_at, self._sync, quorum_ms) for each in missing
+            ),
             slack_ms=_slack_ms([*step_times_us.values()], self._rounds._estimates, self._sync),
             cap_ms=max((step_times_us.get(peer, 0) for peer in fresh), default=0) // 1000,
             due_again_at=due_again_at,
+            was_due=round_.was_due,
         )
 
     def tally(self, round_: Round) -> Tally:
@@ -98,7 +103,7 @@ class Naive:
         members = {each.peer: each for each in self._membership.all()}
         for peer in sorted(members.keys() | held.keys()):
             live = self._membership.live_member(peer)
-            tally.look(peer, standing_of(live, held.get(peer), base=round_.base, sampled=peer in round_.sampled))
+            tally.look(peer, standing_of(live, held.get(peer), base=round_.base, sampled_ms=round_.sampled.get(peer)))
         return tally
 
     def _quorum_at(self, round_: Round, fresh: int, now: MonoMs) -> MonoMs | None:
@@ -135,13 +140,19 @@ def _could_deliver(member: Member, round_: Round, held: dict[PeerId, Held]) -> b
 
 
 def _expected(
-    member: Member, round_: Round, held: dict[PeerId, Held], due_again_at: MonoMs | None, sync: SyncSpec
+    member: Member, round_: Round, held: dict[PeerId, Held], due_again_at: MonoMs | None, sync: SyncSpec, quorum_ms: int
 ) -> bool:
-    if member.peer in round_.sampled or member.peer in held:
-        return True
-    if due_again_at is None or member.delivery_ms is None:
-        return member.delivery_ms is None
-    return member.delivery_ms <= int(sync.grace_gamma * (due_again_at - round_.opened_at))
+    if member.peer in round_.sampled and member.takes_ms is not None:
+        habit_ms: int | None = round_.sampled[member.peer] + member.takes_ms
+    else:
+        is_heard = member.peer in round_.sampled or member.peer in held
+        if not is_heard and not member.keeps_up and not round_.was_due:
+            return False
+        habit_ms = None if member.peer in round_.sampled or member.peer in held else member.delivery_ms
+    if habit_ms is None or due_again_at is None:
+        return habit_ms is None
+    left_ms = quorum_ms if round_.was_due else max(0, due_again_at - round_.opened_at - quorum_ms)
+    return habit_ms <= quorum_ms + int(sync.grace_gamma * left_ms)
 
 
 def _slack_ms(step_times_us: list[int], estimates: Estimates, sync: SyncSpec) -> int | None:

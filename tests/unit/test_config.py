@@ -116,6 +116,17 @@ def test_an_empty_manifest_lacks_only_a_model() -> None:
         ),
         ('name = "run"', 'name = ""', 'name = ""; allowed is one line of 1 to 80 printable characters'),
         ("block = 64", "block = 65", "codec.up.block = 65; allowed is a power of two from 16 to 4096"),
+        (
+            "up_choices = []",
+            'up_choices = [{ name = "bf16" }, { block = 65 }]',
+            "codec.up_choices[1].block = 65; allowed is a power of two from 16 to 4096",
+        ),
+        (
+            "up_choices = []",
+            'up_choices = [{ name = "int5" }]',
+            'codec.up_choices[0] = "int5"; allowed is up to 8 codecs such as { name = "int8", block = 64 }: none, '
+            "bf16, int8 or int4",
+        ),
         ("0.95]", "1.0]", "inner.betas[1] = 1.0; allowed is a number that is at least 0 and below 1"),
         ("0.95]", '"x"]', 'inner.betas[1] = "x"; allowed is two numbers, each at least 0 and below 1'),
         (", 0.95]", "]", "inner.betas = [0.9]; allowed is two numbers, each at least 0 and below 1"),
@@ -213,9 +224,22 @@ def test_a_founded_manifest_comes_back_as_it_went() -> None:
     assert again.run_id() == manifest.run_id()
 
 
+def test_the_line_of_choices_that_the_template_shows_is_taken() -> None:
+    manifest = manifest_from_toml(
+        changed("up_choices = []", "# up_choices = []").replace("# up_choices = [{", "up_choices = [{")
+    )
+    assert [each.name for each in manifest.codec_up_choices] == ["bf16", "int8", "int4"]
+    assert manifest_from_toml(changed("", "")).codec_up_choices == ()
+
+
+def test_in_lockstep_there_is_nothing_to_choose() -> None:
+    text = changed("up_choices = []", 'up_choices = [{ name = "bf16" }]').replace("lockstep = false", "lockstep = true")
+    assert mistake_in(text).startswith('codec.up_choices = ["bf16"]; allowed is nothing in lockstep')
+
+
 def test_every_codec_leg_survives_the_way() -> None:
     up, down = CodecSpec(name="int8", block=256), CodecSpec(name="none")
-    manifest = dataclasses.replace(founded(), codec_up=up, codec_down=down)
+    manifest = dataclasses.replace(founded(), codec_up=up, codec_up_choices=(down, up), codec_down=down)
     assert manifest_from_bytes(manifest.canonical_bytes()) == manifest
 
 
@@ -329,6 +353,8 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ({"bootstraps": ["/ip4/192.0.2.1/tcp/1"]}, {}, '--bootstrap = ["/ip4/192.0.2.1/tcp/1"]; allowed is up to 15'),
         ({"bootstraps": [ADDRESS] * 16}, {}, '--bootstrap = ["/ip4/192.0.2.1'),
         ({"bootstraps": ["192.0.2.1:1"]}, {}, '--bootstrap = ["192.0.2.1:1"]; allowed is up to 15 multiaddresses'),
+        ({"pace_ms": -1}, {}, "--pace = -1; allowed is a whole number from 0 to 3600000"),
+        ({}, {"GEO_DILOCO_PACE_MS": "1.5"}, 'GEO_DILOCO_PACE_MS = "1.5"; allowed is a whole number from 0 to 3600000'),
         ({"save_every_s": 0}, {}, "--save-every-s = 0; allowed is a number from 0.5 to 86400"),
     ],
 )

@@ -36,8 +36,8 @@ def test_the_run_id_is_the_hash_of_the_canonical_bytes() -> None:
 
 def test_the_run_id_of_a_known_manifest_never_changes() -> None:
     # A changed id means that peers of this release and of the last one can't meet: then WIRE_VERSION must change too.
-    assert WIRE_VERSION == 3
-    assert FOUNDED.run_id() == "6d5380c3828a5000912f92bdafc35de31d3f31ff"
+    assert WIRE_VERSION == 4
+    assert FOUNDED.run_id() == "a823d4ee346f2f8bc8d6d44db91f073ceccc0503"
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RunManifest)])
@@ -49,6 +49,7 @@ def test_every_field_is_part_of_the_run_id(field: str) -> None:
         "sync": SyncSpec(quorum=2),
         "outer": OuterSpec(mu=0.9),
         "codec_up": dataclasses.replace(FOUNDED.codec_up, block=256),
+        "codec_up_choices": (dataclasses.replace(FOUNDED.codec_up, name="bf16"),),
         "codec_down": dataclasses.replace(FOUNDED.codec_down, name="none"),
         "stop": dataclasses.replace(FOUNDED.stop, commits=3),
         "evaluation": dataclasses.replace(FOUNDED.evaluation, sequences=1),
@@ -72,7 +73,17 @@ def test_the_order_in_which_a_config_was_written_does_not_matter() -> None:
 def test_the_core_is_told_the_rules_and_nothing_about_models() -> None:
     rules = FOUNDED.rules()
     told = {field.name for field in dataclasses.fields(rules)}
-    copied = {"sync", "outer", "stop", "evaluation", "founder", "election", "codec_up", "codec_down"}
+    copied = {
+        "sync",
+        "outer",
+        "stop",
+        "evaluation",
+        "founder",
+        "election",
+        "codec_up",
+        "codec_up_choices",
+        "codec_down",
+    }
     assert told == copied | {"num_shares", "tokens_per_step"}
     assert rules.num_shares == FOUNDED.data.num_shares
     assert rules.tokens_per_step == FOUNDED.data.sequence_length * FOUNDED.data.batch_size

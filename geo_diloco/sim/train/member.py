@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from geo_diloco.manifest import FragmentId, PeerId
+from geo_diloco.manifest import CodecSpec, FragmentId, PeerId
 from geo_diloco.numerics import codec
 from geo_diloco.numerics.fragments import bytes_from_vector
 from geo_diloco.protocol.effects import (
@@ -383,14 +383,12 @@ class MemberProcess(Process):
             self._saves[event.save] = checkpoint_from(report)
         self.handle(event)
         if isinstance(event, SampleTaken) and report.delta is not None:
-            delta_N = report.delta
-            self._on_fold(lambda: self._encode(event, delta_N))
+            delta_N, spec = report.delta, self.core.codec_for(event.fragment)
+            self._on_fold(lambda: self._encode(event, delta_N, spec))
 
-    def _encode(self, event: SampleTaken, delta_N: Tensor) -> None:
+    def _encode(self, event: SampleTaken, delta_N: Tensor, spec: CodecSpec) -> None:
         layout = self.world.layout
-        frame = codec.encode(
-            delta_N, self.world.manifest.codec_up, layout_digest=layout.digest, fragment=event.fragment
-        )
+        frame = codec.encode(delta_N, spec, layout_digest=layout.digest, fragment=event.fragment)
         blob = blob_ref(frame)
         self._disk.contributions[blob] = frame
         norm = float(torch.linalg.vector_norm(delta_N, dtype=torch.float64))

@@ -307,10 +307,16 @@ def test_handover_names_the_folder_and_whom(node: FakeNode) -> None:
 def test_join_takes_flags_over_the_environment(node: FakeNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GEO_DILOCO_DEVICE", "cuda:1")
     monkeypatch.setenv("GEO_DILOCO_DTYPE", "bfloat16")
-    flags = ("--device", "cpu", "--threads", "1", "--data-dir", str(tmp_path), "--save-every-s", "5")
+    flags = ("--device", "cpu", "--threads", "1", "--data-dir", str(tmp_path), "--save-every-s", "5", "--pace", "30")
     run("join", LOCAL.to_string(), *flags)
-    expected = PeerConfig(device="cpu", dtype="bfloat16", threads=1, data_dir=tmp_path, save_every_s=5.0)
+    expected = PeerConfig(device="cpu", dtype="bfloat16", threads=1, data_dir=tmp_path, save_every_s=5.0, pace_ms=30)
     assert node.calls[0][2] == expected
+
+
+def test_a_pace_without_inner_steps_is_refused(node: FakeNode) -> None:
+    with pytest.raises(ConfigError, match=r"--pace 30: only a peer that trains has inner steps; leave out --no-train"):
+        run("join", LOCAL.to_string(), "--pace", "30", "--no-train")
+    assert node.calls == []
 
 
 def test_joining_a_run_elsewhere_warns_that_traffic_is_not_encrypted(node: FakeNode) -> None:

@@ -36,6 +36,7 @@ def test_the_written_manifest_reads_back_as_the_same_values() -> None:
             }
         ),
         inner=InnerSpec(learning_rate=1e-9, gradient_clip=1e22),
+        codec_up_choices=(CodecSpec(name="bf16"),),
         codec_down=CodecSpec(name="int8", block=256),
     )
     read = tomllib.loads(toml_from_manifest(manifest))
@@ -43,7 +44,8 @@ def test_the_written_manifest_reads_back_as_the_same_values() -> None:
     wanted = without_none(dataclasses.asdict(manifest))
     for key in ("founder", "nonce", "wire_version"):
         del wanted[key]
-    assert legs == {"up": wanted.pop("codec_up"), "down": wanted.pop("codec_down")}
+    wanted["codec_up_choices"] = list(wanted["codec_up_choices"])
+    assert legs == {leg: wanted.pop(f"codec_{leg}") for leg in ("up", "up_choices", "down")}
     assert read == wanted
 
 

@@ -22,6 +22,7 @@ CONFIG = peer_config_from(
         "contacts": ("192.0.2.7:31340",),
         "device": "cpu",
         "save_every_s": 3.0,
+        "pace_ms": 30,
         "keep_contributions": True,
         "elector": False,
         "data_dir": Path("texts"),
@@ -38,7 +39,7 @@ def test_the_standby_gets_what_was_said_about_being_reached_and_nothing_about_tr
     got = standbys(CONFIG)
     assert (got.announce, got.host, got.port, got.bootstraps) == ("learner.example:31340", "0.0.0.0", 31340, (MADDR,))
     assert (got.keep_contributions, got.elector, got.data_dir, got.threads) == (True, False, Path("texts"), 1)
-    assert not {"device", "save_every_s", "run_dir"} & got.model_fields_set
+    assert not {"device", "save_every_s", "pace_ms", "run_dir"} & got.model_fields_set
 
 
 def test_what_was_not_said_is_left_to_the_standby() -> None:
@@ -83,5 +84,6 @@ def test_a_limit_on_the_line_is_one_for_learner_and_standby_together() -> None:
 def test_the_learner_dials_out_only_and_leaves_the_vote_to_the_standby() -> None:
     own = learners_own(CONFIG)
     assert (own.announce, own.host, own.dht_host, own.elector) == ("", "127.0.0.1", "127.0.0.1", False)
-    assert (own.device, own.save_every_s, own.data_dir, own.bootstraps) == ("cpu", 3.0, Path("texts"), (MADDR,))
+    assert (own.device, own.save_every_s, own.pace_ms) == ("cpu", 3.0, 30)
+    assert (own.data_dir, own.bootstraps) == (Path("texts"), (MADDR,))
     assert own.contacts == CONFIG.contacts

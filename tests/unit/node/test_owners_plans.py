@@ -40,6 +40,7 @@ RULES: dict[str, Any] = {
     "grace": {"value": True, "amended_at": None},
     "grace_gamma": {"value": 0.5, "amended_at": None},
     "codec_up": {"value": "int4:128", "amended_at": 7},
+    "codec_up_choices": {"value": "bf16:64", "amended_at": 7},
     "codec_down": {"value": "int4:64", "amended_at": None},
 }
 
@@ -122,6 +123,10 @@ def test_settings_become_changes() -> None:
 
 def test_a_codec_keeps_its_block_unless_another_is_named() -> None:
     assert changes("codec_up=int8") == Changes(codec_up=CodecSpec(name="int8", block=128))
+    assert changes("codec_up_choices=bf16:32, int8") == Changes(
+        codec_up_choices=(CodecSpec(name="bf16", block=32), CodecSpec(name="int8", block=128))
+    )
+    assert changes("codec.up_choices=") == Changes(codec_up_choices=())
     assert changes("codec.down=bf16:32") == Changes(codec_down=CodecSpec(name="bf16", block=32))
 
 
@@ -138,6 +143,7 @@ def test_nothing_else_can_be_amended(setting: str) -> None:
         ("quorum=1.5", "a number is wanted"),
         ("grace=maybe", "on or off is wanted"),
         ("codec_up=int8:x", "a codec, as int8 or int8:64 is wanted"),
+        ("codec_up_choices=bf16,int8:x", "codecs, as bf16,int8:64 is wanted"),
     ],
 )
 def test_a_value_of_another_kind_is_named(setting: str, reason: str) -> None:
@@ -146,7 +152,17 @@ def test_a_value_of_another_kind_is_named(setting: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["quorum=0", "eta=0", "mu=1", "codec_up=zip", "codec_up=int8:48", "grace_gamma=nan"]
+    "setting",
+    [
+        "quorum=0",
+        "eta=0",
+        "mu=1",
+        "codec_up=zip",
+        "codec_up_choices=bf16,zip",
+        "codec_up_choices=int8:48",
+        "codec_up=int8:48",
+        "grace_gamma=nan",
+    ],
 )
 def test_a_value_that_no_manifest_may_have_is_refused(setting: str) -> None:
     with pytest.raises(ManifestError, match=r"^--set: "):

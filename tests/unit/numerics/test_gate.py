@@ -32,6 +32,10 @@ def test_a_good_contribution_passes_with_the_norm_of_the_whole_delta() -> None:
         ({"fragment": 0}, "GD-306 made for fragment 2"),
         ({"layout_digest": Digest("00" * 32)}, "GD-306 made for layout 0123456789ab"),
         ({"specs": (INT8,)}, "GD-306 codec none with block 0: int8 with block 64 was agreed"),
+        (
+            {"specs": (INT8, CodecSpec(name="bf16"))},
+            "GD-306 codec none with block 0: int8 with block 64 or bf16 with block 64 was agreed",
+        ),
     ],
 )
 def test_a_contribution_for_something_else_is_refused_by_name(wanted: dict[str, Any], reason: str) -> None:

@@ -15,6 +15,7 @@ from geo_diloco.errors import ManifestError
 from geo_diloco.manifest import BranchId, CodecSpec, RunId, RunManifest, RunRules, StopSpec
 from geo_diloco.protocol.amendments import (
     AMENDABLE,
+    CODECS,
     SECTIONS,
     AmendmentOrder,
     Changes,
@@ -118,6 +119,18 @@ def test_work_encoded_before_an_amendment_is_as_good_as_it_was() -> None:
     chain.amendment(1, codec_up=CodecSpec(name="int8"))
     assert [each.name for each in codecs_up(RULES, chain.ledger().amended)] == ["int8", "int4"]
     assert codecs_up(RULES, ()) == (RULES.codec_up,)
+
+
+def test_choices_are_in_force_all_at_once_and_what_was_allowed_stays_good() -> None:
+    bf16, int8 = CodecSpec(name="bf16"), CodecSpec(name="int8")
+    rules = replace(RULES, codec_up_choices=(bf16,))
+    chain = ChainBuilder.opened()
+    chain.amendment(1, codec_up_choices=(int8,))
+    amended = chain.ledger().amended
+    assert rules_at(rules, amended).codec_up_choices == (int8,)
+    assert codecs_up(rules, amended) == (RULES.codec_up, int8, bf16)
+    chain.amendment(2, codec_up_choices=())
+    assert rules_at(rules, chain.ledger().amended).codec_up_choices == ()
 
 
 # ---- what the chain takes
@@ -356,14 +369,19 @@ RANGES: list[tuple[str, Any]] = [
     ("mu", 1.0), ("quorum", 0), ("quorum", 1025), ("grace_gamma", -0.1), ("grace_gamma", 1.1),
     ("codec_up", CodecSpec(block=8)), ("codec_down", CodecSpec(block=100)), ("codec_up", CodecSpec(block=8192)),
     ("quorum", 1), ("quorum", 1024), ("eta", 10.0), ("mu", 0.0), ("grace_gamma", 1.0), ("commits", 0), ("grace", False),
-    ("codec_up", CodecSpec(name="none", block=4096)),
+    ("codec_up", CodecSpec(name="none", block=4096)), ("codec_up_choices", ()),
+    ("codec_up_choices", (CodecSpec(block=16), CodecSpec(block=48))), ("codec_up_choices", (CodecSpec(),) * 8),
+    ("codec_up_choices", (CodecSpec(),) * 9),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), RANGES)
 def test_the_core_and_the_manifest_allow_the_same(name: str, value: Any) -> None:
     section = next((section for section, names in SECTIONS.items() if name in names), name)
-    changes = {section: {name: value}} if section != name else {name: dataclasses.asdict(value)}
+    written = [dataclasses.asdict(each) for each in value] if isinstance(value, tuple) else None
+    changes: dict[str, Any] = {section: {name: value}}
+    if section == name:
+        changes = {name: dataclasses.asdict(value) if written is None else written}
     base = RunManifest(model=replace(RunManifest().model, config={"model_type": "llama"}))
     try:
         changed_manifest(base, changes, source="here")
@@ -374,4 +392,4 @@ def test_the_core_and_the_manifest_allow_the_same(name: str, value: Any) -> None
 
 
 def test_what_can_be_amended_is_what_the_readme_says() -> None:
-    assert set(AMENDABLE) == {name for names in SECTIONS.values() for name in names} | {"codec_up", "codec_down"}
+    assert set(AMENDABLE) == {name for names in SECTIONS.values() for name in names} | set(CODECS)

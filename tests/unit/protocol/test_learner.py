@@ -29,6 +29,7 @@ from geo_diloco.protocol.messages import (
     Contribution,
     Decision,
     Hello,
+    Progress,
     Sampled,
 )
 from geo_diloco.sim.fakes import fake_digest
@@ -112,34 +113,90 @@ def test_a_sample_or_encoding_that_was_not_asked_for_is_dropped() -> None:
 # ---- uploads
 
 
-def test_one_upload_at_a_time_and_the_newest_round_first() -> None:
-    learning = Learning(ChainBuilder.opened((10, 10, 10)).snapshot(), replace(SYNC, num_fragments=3))
+FAST, SLOW = 10**6, 100
+"""Bytes per second, for deltas of 50 bytes that are asked for every 266 ms."""
+
+
+def linked(chain: ChainBuilder, *, bytes_per_s: int) -> Learning:
+    """Three fragments; the first was handed in, at that rate, and merged."""
+    learning = Learning(chain.snapshot(), replace(SYNC, num_fragments=3))
     learning.connect()
-    for fragment, round_ in ((0, 1), (1, 2), (2, 3)):
+    learning.hear(learning.asked(0, 1))
+    learning.train()
+    (claim,) = said(learning.sample(0, 1), Contribution)
+    learning.give(UploadDone(claim.blob, bytes_per_s))
+    take(learning, chain.commit(0, of(claim)))
+    adopt(learning, 1)
+    return learning
+
+
+def test_one_upload_at_a_time_and_the_newest_round_first() -> None:
+    learning = linked(ChainBuilder.opened((10, 10, 10)), bytes_per_s=FAST)
+    for fragment, round_ in ((0, 2), (1, 3), (2, 4)):
         learning.hear(learning.asked(fragment, round_))
     learning.train()
-    first = only(learning.sample(0, 1), Upload)
-    assert only(learning.sample(1, 2), Upload) == only(learning.sample(2, 3), Upload) == []
-    (second,) = only(learning.give(UploadDone(first[0].blob, 1)), Upload)
-    assert second.blob == BlobRef(fake_digest("delta", 2, 1), 50)
+    first = only(learning.sample(0, 2), Upload)
+    assert only(learning.sample(1, 3), Upload) == only(learning.sample(2, 4), Upload) == []
+    (second,) = only(learning.give(UploadDone(first[0].blob, FAST)), Upload)
+    assert second.blob == BlobRef(fake_digest("delta", 2, 2), 50)
+
+
+def test_until_a_rate_is_measured_there_is_one_sample_on_its_way() -> None:
+    learning = Learning(ChainBuilder.opened((10, 10, 10)).snapshot(), replace(SYNC, num_fragments=3))
+    learning.connect()
+    for fragment in range(3):
+        learning.hear(learning.asked(fragment, fragment + 1))
+    assert only(learning.train(), TakeSample) == [TakeSample(P0, 1)]
+    (upload,) = only(learning.sample(0, 1), Upload)
+    assert only(learning.train(3), TakeSample) == []
+    learning.give(UploadDone(upload.blob, FAST))
+    assert len(only(learning.train(), TakeSample)) == 2, "the link keeps up with all that is asked for"
+
+
+def test_on_a_slow_link_the_oldest_round_is_sampled_when_the_upload_before_is_nearly_through() -> None:
+    learning = linked(ChainBuilder.opened((10, 10, 10)), bytes_per_s=SLOW)  # an upload takes 500 ms, a step 100
+    learning.train()
+    asked = learning.hear(learning.asked(1, 2)) + learning.hear(learning.asked(2, 3))
+    assert only(asked + learning.train(), TakeSample) == [TakeSample(FragmentId(1), 2)]
+    learning.sample(1, 2)
+    taken = [only(learning.train(), TakeSample) for _ in range(5)]
+    assert taken == [[], [], [TakeSample(FragmentId(2), 3)], [], []]
+
+
+def test_on_a_slow_link_a_fragment_is_sampled_again_when_the_others_had_their_turn() -> None:
+    """500 ms of 266: two rounds of 8 steps; not within three quarters of that."""
+    learning = linked(ChainBuilder.opened((10, 10, 10)), bytes_per_s=SLOW)
+    learning.hear(learning.asked(0, 2))
+    taken = [bool(only(learning.train(), TakeSample)) for _ in range(14)]
+    assert taken.index(True) + 1 == 12, "steps after the last sample"
+
+
+def test_progress_says_how_many_rounds_a_slow_link_takes_part_in() -> None:
+    learning = linked(ChainBuilder.opened((10, 10, 10)), bytes_per_s=SLOW)
+    learning.now += 1000
+    (progress,) = said(learning.train(), Progress)
+    assert (progress.turn, progress.uplink) == (2, "takes part in 1 of 2 rounds: 0.5 s per upload")
+    fast = linked(ChainBuilder.opened((10, 10, 10)), bytes_per_s=FAST)
+    fast.now += 1000
+    (progress,) = said(fast.train(), Progress)
+    assert (progress.turn, progress.uplink) == (1, "")
 
 
 def test_an_upload_is_not_overtaken_for_ever() -> None:
     """On a link that is always behind, newest first alone would starve the fragment whose round lacks a quorum."""
     chain = ChainBuilder.opened((10, 10, 10))
-    learning = Learning(chain.snapshot(), replace(SYNC, num_fragments=3))
-    learning.connect()
+    learning = linked(chain, bytes_per_s=FAST)
 
     def sampled(fragment: int, round_: int) -> Contribution:
         learning.hear(learning.asked(fragment, round_))
         learning.train()
         return said(learning.sample(fragment, round_), Contribution)[0]
 
-    running, waiting = sampled(0, 1), sampled(1, 2)
+    running, waiting = sampled(0, 2), sampled(1, 2)
     uploads = []
     for round_ in range(3, 7):
         newer = sampled(2 if round_ % 2 else 0, round_)
-        uploads += only(learning.give(UploadDone(running.blob, 1)), Upload)
+        uploads += only(learning.give(UploadDone(running.blob, FAST)), Upload)
         take(learning, chain.commit(running.id.fragment, of(running)))
         adopt(learning, chain.versions[running.id.fragment], fragment=running.id.fragment)
         running = newer

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geo_diloco.manifest import MonoMs, SyncSpec
-from geo_diloco.protocol.quorum import RoundFacts, decide
+from geo_diloco.protocol.quorum import RoundFacts, decide, window_ms
 
 FACTS = RoundFacts(
     now=MonoMs(1_000),
@@ -22,6 +22,7 @@ FACTS = RoundFacts(
     slack_ms=None,
     cap_ms=400,
     due_again_at=MonoMs(5_000),
+    was_due=False,
 )
 SYNC = SyncSpec(quorum=1)
 
@@ -125,6 +126,7 @@ def some_facts(draw: st.DrawFn) -> tuple[RoundFacts, SyncSpec]:
         slack_ms=draw(st.none() | st.integers(-1_000, 1_000)),
         cap_ms=draw(st.integers(0, 2_000)),
         due_again_at=draw(st.none() | st.integers(0, 9_000).map(MonoMs)),
+        was_due=draw(st.booleans()),
     )
     return facts, sync
 
@@ -155,3 +157,22 @@ def test_a_decision_with_a_time_closes_at_that_time_and_not_before(case: tuple[R
         assert decision.until > facts.now
         assert decide(replace(facts, now=decision.until), sync).close
         assert not decide(replace(facts, now=MonoMs(decision.until - 1)), sync).close
+
+
+# ---- uplinks that set the pace
+
+
+def test_where_the_fragment_was_due_before_the_quorum_the_window_is_as_long_as_it_took_until_then() -> None:
+    slow = replace(FACTS, slack_ms=-1, quorum_at=MonoMs(6_000), now=MonoMs(6_001), due_again_at=MonoMs(6_001))
+    assert decide(slow, SYNC).close, "nothing is left of the time until it is due"
+    overdue = replace(slow, was_due=True)
+    assert decide(overdue, SYNC).until == 6_000 + 6_000 // 2
+    assert decide(replace(overdue, expected_missing=0), SYNC).close
+    assert decide(replace(overdue, now=MonoMs(9_000)), SYNC).close
+
+
+def test_without_a_pace_nobody_knows_how_long_a_window_may_last() -> None:
+    unpaced = replace(FACTS, slack_ms=-1, due_again_at=None)
+    assert decide(unpaced, SYNC).close
+    assert window_ms(MonoMs(0), None, None, SYNC, was_due=False) is None
+    assert window_ms(MonoMs(1_000), None, MonoMs(5_000), SYNC, was_due=False) == 2_000

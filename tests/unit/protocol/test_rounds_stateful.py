@@ -72,6 +72,7 @@ class Compared(Syncing):
                 opened_at=round_.opened_at,
                 quorum_at=facts.quorum_at,
                 due_again_at=facts.due_again_at,
+                was_due=facts.was_due,
                 sync=rounds.rules.sync,
             )
             assert round_.tally == naive.tally(round_), "somebody's place in a round is not what it was counted by"

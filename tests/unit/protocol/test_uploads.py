@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from geo_diloco.manifest import Digest
-from geo_diloco.protocol.events import UploadDone
 from geo_diloco.protocol.messages import BlobRef, Contribution
 from geo_diloco.protocol.uploads import Uploads
 from tests.support.chains import contribution
@@ -126,14 +124,3 @@ def test_for_another_syncer_everything_goes_up_again_after_what_is_under_way() -
     assert uploads.next() is None
     uploads.over(running.blob)
     assert in_order(uploads) == [running, waiting]
-
-
-@pytest.mark.parametrize(("rates", "known"), [((), 0), ((0,), 0), ((100,), 100), ((100, 200), 120), ((100, 0), 100)])
-def test_the_rate_of_the_link_is_smoothed_and_never_unknown_again(rates: tuple[int, ...], known: int) -> None:
-    uploads = queue()
-    for rate in rates:
-        uploads.add(sampled(0, 1))
-        uploads.next()
-        uploads.done(UploadDone(sampled(0, 1).blob, rate))
-        assert uploads.is_idle
-    assert uploads.bytes_per_s == known

@@ -381,3 +381,40 @@ def test_what_was_ordered_is_done_before_a_last_save_without_another_step() -> N
     learner.carry_out_orders()
     assert torch.equal(vectors_of(model, learner.replica.layout)[1], theta)
     assert (learner.num_steps, learner.finished) == (0, True)
+
+
+def test_a_step_that_was_quicker_than_the_pace_goes_on_for_the_rest_of_it() -> None:
+    now = [100.0]
+    port = ScriptedPort()
+    learner, _, _ = make_learner(port, clock=lambda: now[0], pace_ms=500)
+    now[0] += 0.125
+    learner.step(tokens=1)
+    assert port.paced == [0.375]
+    now[0] += 0.75
+    learner.step(tokens=1)
+    assert port.paced == [0.375], "it took longer by itself"
+
+
+def test_pacing_is_compute_and_no_time_inside_step() -> None:
+    now = [100.0]
+    port = ScriptedPort()
+    told: list[int] = []
+
+    def waits(limit_s: float) -> None:
+        now[0] += limit_s
+
+    port.wait_over = waits  # type: ignore[method-assign]
+    port.step_done = lambda step, tokens, step_time_us, loss, cursor: told.append(step_time_us)  # type: ignore[method-assign]
+    learner, _, _ = make_learner(port, clock=lambda: now[0], pace_ms=500)
+    for _ in range(3):
+        now[0] += 0.125
+        learner.step(tokens=1)
+    assert told == [500_000] * 3
+    assert learner.seconds_inside == 0.0
+
+
+def test_without_a_pace_nobody_waits() -> None:
+    port = ScriptedPort()
+    learner, _, _ = make_learner(port, clock=lambda: 100.0)
+    learner.step(tokens=1)
+    assert port.paced == []

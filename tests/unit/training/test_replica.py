@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from geo_diloco.errors import LayoutError
+from geo_diloco.manifest import CodecSpec
+from geo_diloco.numerics.codec import decode, encode
 from geo_diloco.training.replica import SCALE_ONE, Replica
 
 from .toy import Toy, layout_of, make_toy, vectors_of
@@ -99,6 +101,38 @@ def test_merging_late_work_after_a_shrunk_adoption_conserves_the_work() -> None:
     replica.adopt(0, theta[0], delta, kappa=1.0, rbar=100.0)
     torch.testing.assert_close(replica.sample(0), torch.full_like(delta, 0.125), atol=1e-5, rtol=0)
     assert replica.undecided_scale[0] == 1.0
+
+
+CODECS = [
+    CodecSpec(name="int4", block=256),
+    CodecSpec(name="bf16"),
+    CodecSpec(name="int8"),
+    CodecSpec(name="none"),
+    CodecSpec(name="int4", block=16),
+]
+
+
+def test_what_encoding_loses_is_carried_into_the_next_sample_whatever_its_codec() -> None:
+    """The carry is the error feedback: what was handed in so far, and what is carried now, is all that was trained."""
+    model, replica, theta = make_replica()
+    layout, trained, handed_in = replica.layout, torch.zeros_like(theta[0]), torch.zeros_like(theta[0])
+    for turn, codec in enumerate(CODECS * 2):
+        generator = torch.Generator().manual_seed(turn)
+        with torch.no_grad():
+            before = vectors_of(model, layout)[0].clone()
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+        trained += vectors_of(model, layout)[0] - before
+        delta = replica.sample(0)
+        frame = encode(delta, codec, layout_digest=layout.digest, fragment=0)
+        d_hat = decode(frame, num_elements=len(delta), layout_digest=layout.digest, fragment=0)
+        lost = float((delta - d_hat).norm())
+        replica.adopt(0, theta[0], d_hat, kappa=1.0, rbar=1e6)
+        handed_in += d_hat
+        carried = replica.sample(0)
+        torch.testing.assert_close(handed_in + carried, trained, atol=1e-5, rtol=0)
+        assert float(carried.norm()) == pytest.approx(lost, abs=1e-5)
+    assert float(carried.norm()) > 1e-4, "the last codec loses something, else this shows nothing"
 
 
 def test_a_new_sample_forgets_the_scale_of_the_last_one() -> None:

@@ -64,11 +64,15 @@ class ScriptedPort:
         self.adoptions: list[tuple[Order, int, int]] = []
         self.saves: list[tuple[int, dict[str, Tensor], dict[str, Any]]] = []
         self.num_waits = 0
+        self.paced: list[float] = []
 
     def take_orders(self) -> list[Order]:
         taken = list(self.orders)
         self.orders.clear()
         return taken
+
+    def wait_over(self, limit_s: float) -> None:
+        self.paced.append(limit_s)
 
     def wait_order(self, accept: Callable[[Order], bool]) -> Order | None:
         self.num_waits += 1
