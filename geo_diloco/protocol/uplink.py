@@ -95,7 +95,7 @@ def choose(before: Choice | None, first: CodecSpec, choices: Sequence[CodecSpec]
     if better is None:
         return Choice(held.codec, _why(held.codec, allowed, link))
     streak = held.streak + 1
-    if held.better is not None:
+    if held.better in allowed:
         better = max(better, held.better, key=_loss)
     if streak >= STREAK:
         return Choice(better, _why(better, allowed, link))
