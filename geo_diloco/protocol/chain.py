@@ -141,7 +141,11 @@ class Chain:
         facts = tuple(facts_of(each.entry, each.digest, each.signer) for each in given)
         self._tail.load(given)
         stored = tuple(each.digest for each in given if each.stored)
-        outcome = [*self._elect(Started(facts, stored, self._root), now), *self._leave_abandoned(), *self._advance()]
+        outcome = self._elect(Started(facts, stored, self._root), now)
+        for each in given:
+            if not self.election.knows(each.digest):  # it continues nothing: it is taken when it comes again
+                self._tail.drop(each.digest)
+        outcome += [*self._leave_abandoned(), *self._advance()]
         missing = [each.digest for each in given if not each.stored and each.digest in self._tail]
         return [*outcome, *(self._keep(digest) for digest in missing)]
 

@@ -342,6 +342,17 @@ def test_with_the_whole_chain_the_ledger_is_folded_from_the_beginning_and_the_ou
     assert [type(item) for item in known.durable(builder.events[4])] == [ApplyUpdate]
 
 
+def test_what_continues_nothing_on_this_disk_is_taken_when_it_comes_again() -> None:
+    """A disk that joined twice has a log with a gap."""
+    builder = chain_of(4)
+    known = Knowing(builder)
+    known.begin(builder.events[2], *builder.events[4:])
+    assert len(known.chain._tail) == 1
+    known.hear(*builder.events[3:])
+    known.durable(builder.events[5])
+    assert known.new() == [2, 3, 4, 5]
+
+
 def test_what_a_snapshot_holds_is_kept_without_its_update() -> None:
     """A peer that joins by a donor's snapshot fetches the entries before it, for its books alone."""
     builder = chain_of(2)
