@@ -31,9 +31,11 @@ from geo_diloco.protocol.events import (
     SnapshotLoaded,
     StopRequested,
 )
-from geo_diloco.protocol.messages import BlobRef, Commit, Entry, Hello, Message, Welcome
+from geo_diloco.protocol.history import ENTRIES_KEPT
+from geo_diloco.protocol.messages import BlobRef, Commit, Hello, Message, Welcome
 from geo_diloco.protocol.peer import Role
 from geo_diloco.protocol.seat import HelloFacts, Seat
+from geo_diloco.protocol.tail import contained
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.contacts import Contacts
@@ -402,6 +404,7 @@ def _seat(p: StationParts) -> Seat:
         machine=machine_name(p.run),
         jitter=secrets.randbits(32),
         updates_bytes_kept=p.updates_bytes_kept,
+        entries_kept=ENTRIES_KEPT,
     )
 
 
@@ -412,14 +415,10 @@ def _served(record: PeerRecord) -> Term | None:
 def entries_on_disk(chain: ChainCopy, store: BlobStore, snapshot: SnapshotLoaded) -> Iterable[EntryArrived]:
     """The log as the core is given it: all of it, or what continues the snapshot's entry, in the order it came."""
     known: set[str] = {"" if snapshot.whole_chain else snapshot.head_digest}
-    for signed, entry in chain.entries():
+    log = chain.entries()
+    needless = contained(((signed.digest, entry) for signed, entry in log), snapshot)
+    for signed, entry in log:
         if entry.header.prev in known:
             known.add(signed.digest)
-            yield EntryArrived(entry, signed.digest, signed.signer, is_stored(entry, store, snapshot))
-
-
-def is_stored(entry: Entry, store: BlobStore, snapshot: SnapshotLoaded) -> bool:
-    """Whether its update is here, if the snapshot does not contain it."""
-    if not isinstance(entry, Commit) or entry.version <= snapshot.heads[entry.fragment].version:
-        return True
-    return store.has(entry.update)
+            stored = not isinstance(entry, Commit) or signed.digest in needless or store.has(entry.update)
+            yield EntryArrived(entry, signed.digest, signed.signer, stored)

@@ -7,16 +7,33 @@ have, but can be followed only when the entries are here on which it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from geo_diloco.manifest import Digest, Seq
 from geo_diloco.protocol.effects import KeepEntry
-from geo_diloco.protocol.events import EntryArrived
+from geo_diloco.protocol.events import EntryArrived, SnapshotLoaded
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.messages import Commit, Entry, Reform
 
 TAIL_MAX = 4096
 """Entries kept beyond the durable head. No syncer goes that far; who is that far behind asks again."""
+
+
+def contained(log: Iterable[tuple[Digest, Entry]], snapshot: SnapshotLoaded) -> set[Digest]:
+    """Of a log with forks: the commits that the state of that snapshot came by, as far back as it goes. Versions alone
+    do not tell: a reform goes on without some, and makes others of the same number."""
+    entries = dict(log)
+    found: set[Digest] = set()
+    for digest in (snapshot.head_digest, *(head.base for head in snapshot.heads)):
+        at = digest
+        while at in entries and at not in found:
+            found.add(at)
+            at = Digest(entries[at].header.prev)
+    return {
+        digest
+        for digest in found
+        if isinstance(entry := entries[digest], Commit) and entry.version <= snapshot.heads[entry.fragment].version
+    }
 
 
 class Tail:
@@ -29,6 +46,9 @@ class Tail:
         """Of those: record and update are on disk."""
         self._awaited: dict[Digest, Commit] = {}
         """Commits whose update is not stored yet. The ledger may have taken them already."""
+        self._bare: set[Digest] = set()
+        """Commits kept without their update, which the outer state has come by as it seems. It has not if they are of a
+        branch that was not ours then."""
         self._parted: EntryArrived | None = None
         """The owner's reform, on top of entries that are still to come."""
 
@@ -61,6 +81,7 @@ class Tail:
         """The ledger took it, or it is on nobody's chain."""
         self._entries.pop(digest, None)
         self._stored.discard(digest)
+        self._bare.discard(digest)
 
     def take_back(self, digest: Digest, entry: Entry) -> None:
         """The owner's reform left it behind: it is not on the ledger any more."""
@@ -85,7 +106,10 @@ class Tail:
         """Have the record on disk, and with `update` that of a commit as well."""
         entry = self._entries[digest]
         if not update or not isinstance(entry, Commit):
+            if isinstance(entry, Commit):
+                self._bare.add(digest)
             return KeepEntry(digest, None)
+        self._bare.discard(digest)
         self._awaited[digest] = entry
         return KeepEntry(digest, entry.update)
 
@@ -100,7 +124,7 @@ class Tail:
         return self._awaited.pop(digest, None)
 
     def is_stored(self, digest: Digest) -> bool:
-        return digest in self._stored
+        return digest in self._stored and digest not in self._bare
 
     def awaits(self, digest: Digest) -> bool:
         """Whether its update was asked for, and no answer came yet."""

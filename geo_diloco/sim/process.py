@@ -43,8 +43,8 @@ from geo_diloco.protocol.events import (
     VotePersisted,
 )
 from geo_diloco.protocol.ledger import Ledger
-from geo_diloco.protocol.messages import Commit, Entry
 from geo_diloco.protocol.seat import HelloFacts, Seat
+from geo_diloco.protocol.tail import contained
 from geo_diloco.sim.chainhands import ChainHands
 from geo_diloco.sim.clock import Clockwork
 from geo_diloco.sim.fakes import LAYOUT, RUN, fake_digest
@@ -153,10 +153,11 @@ class Process:
     def _begin(self, snapshot: SnapshotLoaded) -> None:
         self.chain.take_state(snapshot.heads)
         self.handle(snapshot)
+        needless = contained(((signed.digest, signed.entry) for signed in self.disk.log), snapshot)
         for signed in list(self.disk.log):
             if snapshot.whole_chain or signed.entry.header.seq > snapshot.seq:
                 self.chain.signed[signed.digest] = signed
-                stored = self.disk.is_stored(signed) or is_contained(signed.entry, snapshot)
+                stored = self.disk.is_stored(signed) or signed.digest in needless
                 self.handle(EntryArrived(signed.entry, signed.digest, signed.signer, stored))
         self.handle(ChainLoaded())
         self._live()
@@ -440,11 +441,6 @@ class Process:
             amended=ledger.amended,
             lineage=ledger.lineage,
         )
-
-
-def is_contained(entry: Entry, snapshot: SnapshotLoaded) -> bool:
-    """Whether the outer state came with that update."""
-    return isinstance(entry, Commit) and entry.version <= snapshot.heads[entry.fragment].version
 
 
 def _serves(process: Process) -> Term | None:

@@ -15,7 +15,7 @@ import pytest
 
 from geo_diloco.config import PeerConfig
 from geo_diloco.manifest import ModelSpec, RunManifest, StopSpec, SyncSpec
-from geo_diloco.node import Founder, export, fetch_status, reachable, replay
+from geo_diloco.node import Founder, export, fetch_status, reachable, replay, station
 from geo_diloco.protocol.messages import Commit
 from geo_diloco.runtime import snapshots
 from geo_diloco.runtime.chain import read_entries
@@ -81,6 +81,7 @@ def lines(chain: Path) -> int:
 
 def test_what_was_pruned_is_missed_by_nobody(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachable, "UPDATES_BYTES_KEPT", 0)
+    monkeypatch.setattr(station, "ENTRIES_KEPT", 0)
     monkeypatch.setattr(reachable, "LOOK_AFTER_S", 0.2)
     monkeypatch.setattr(snapshots, "SAVE_EVERY_COMMITS", 4)
     root = peers.root / "founder"

@@ -11,7 +11,7 @@ from geo_diloco.protocol import tail as tail_module
 from geo_diloco.protocol.effects import KeepEntry
 from geo_diloco.protocol.events import EntryArrived
 from geo_diloco.protocol.messages import Commit, Reform
-from geo_diloco.protocol.tail import Tail
+from geo_diloco.protocol.tail import Tail, contained
 from tests.support.chains import FOUNDER_SEAT, ChainBuilder
 
 LATEST = Seq(3)
@@ -136,7 +136,11 @@ def test_an_entry_without_an_update_is_kept_and_nothing_awaited() -> None:
     assert tail.keep(commit.digest, update=False) == KeepEntry(commit.digest, None)
     assert tail.keep(record.digest, update=True) == KeepEntry(record.digest, None)
     assert [tail.stored(each.digest) for each in (commit, record)] == [None, None]
-    assert tail.is_stored(commit.digest) and tail.is_stored(record.digest)
+    assert tail.is_stored(record.digest)
+    assert not tail.is_stored(commit.digest), "its update may be needed after all"
+    tail.keep(commit.digest, update=True)
+    tail.stored(commit.digest)
+    assert tail.is_stored(commit.digest)
 
 
 def test_the_update_of_a_commit_that_the_ledger_took_is_still_told_of() -> None:
@@ -213,3 +217,20 @@ def test_reforms_among_the_entries_are_found() -> None:
     there = reform(builder, 5)
     tail = tail_of(builder, builder.events[4], there)
     assert list(tail.reforms()) == [(Digest(there.digest), there.entry)]
+
+
+def test_a_snapshot_contains_the_commits_it_came_by_and_none_of_the_same_versions_elsewhere() -> None:
+    common = ChainBuilder.opened()
+    for fragment in (0, 1):
+        common.commit(fragment)
+    ours, theirs = common.fork(3), common.fork(3)
+    theirs.record()
+    for chain_ in (ours, theirs):
+        for fragment in (0, 1, 0):
+            chain_.commit(fragment)
+    log = [(Digest(event.digest), event.entry) for event in (*ours.events, *theirs.events[4:])]
+    snapshot = ours.fork(5).snapshot()
+    assert contained(log, snapshot) == {event.digest for event in ours.events[2:6]}
+    ahead = replace(snapshot, heads=(ours.snapshot().heads[0], snapshot.heads[1]))
+    assert contained(log, ahead) == {event.digest for event in ours.events[2:7]}, "and what a fragment is ahead by"
+    assert contained(log[4:], ahead) == {event.digest for event in ours.events[4:7]}, "as far as the log goes"
