@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from geo_diloco.config import is_loopback, manifest_from_bytes
 from geo_diloco.errors import ManifestError, RefusedError, RemoteProtocolError, TransferError
@@ -35,6 +36,9 @@ LOOK_S = 5.0
 ASKED_MAX = 8
 OWN_MADDRS_MAX = 4
 """Of one peer, before those that it has heard of."""
+
+
+T = TypeVar("T")
 
 
 class ContactBook:
@@ -121,7 +125,13 @@ async def first_introduction(session: Session, run: RunId, addresses: Sequence[s
             problems[address] = str(exc)
         return None
 
-    asked = [asyncio.ensure_future(ask(address)) for address in addresses]
+    found = await first_answer(ask(address) for address in addresses)
+    return problems if found is None else found
+
+
+async def first_answer(asks: Iterable[Coroutine[Any, Any, T | None]]) -> T | None:
+    """Of questions put at once the first answer that there is; the others are given up, and ended when this is."""
+    asked = [asyncio.ensure_future(ask) for ask in asks]
     try:
         for answer in asyncio.as_completed(asked):
             if (found := await answer) is not None:
@@ -130,7 +140,7 @@ async def first_introduction(session: Session, run: RunId, addresses: Sequence[s
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-    return problems
+    return None
 
 
 async def introduction_from(session: Session, run: RunId, address: str) -> Introduction:

@@ -29,7 +29,7 @@ from geo_diloco.errors import (
 from geo_diloco.manifest import Digest, RunId, RunManifest
 from geo_diloco.node.addresses import directory_addresses
 from geo_diloco.node.carrying import bulk_of
-from geo_diloco.node.contacting import ContactBook, Introduction, first_introduction
+from geo_diloco.node.contacting import ContactBook, Introduction, first_answer, first_introduction
 from geo_diloco.node.rundir import RunDir, joined_snapshot
 from geo_diloco.numerics.fragments import Layout
 from geo_diloco.observability import EventLog
@@ -170,15 +170,9 @@ async def _by_directory(lobby: Lobby) -> tuple[bytes, str]:
     await lobby.directory.wait_joined()
     while True:
         claims = (await claimed_syncers(lobby))[:CLAIMS_MAX]
-        asked = [asyncio.ensure_future(_manifest_from(lobby, record)) for record in claims]
-        try:
-            for answer in asyncio.as_completed(asked):
-                if (found := await answer) is not None:
-                    return found
-        finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+        found = await first_answer(_manifest_from(lobby, record) for record in claims)
+        if found is not None:
+            return found
         await backoff.wait()
 
 

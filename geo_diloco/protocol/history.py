@@ -13,14 +13,13 @@ from geo_diloco.protocol.ledger import Ledger, head_of
 from geo_diloco.protocol.messages import Commit, Entry, FragmentHead
 
 ENTRIES_KEPT = 16_384
-"""For a way back. Half a kilobyte each."""
+"""For a way back; each participant of a commit counts for one."""
 
 
 class History:
     """A ledger as it was, and all that was folded since."""
 
     def __init__(self, base: Ledger, *, entries_kept: int) -> None:
-        """`entries_kept`: each participant of a commit counts for one."""
         self._base = base
         self._entries_kept = entries_kept
         self._size = 0

@@ -91,6 +91,25 @@ class Ledger:
         self.progress, self.amended = snapshot.progress, snapshot.amended
         self.num_commits = sum(head.version for head in snapshot.heads)
 
+    def snapshot(self) -> SnapshotLoaded:
+        """What `load` would begin with here; without the chain before it."""
+        return SnapshotLoaded(
+            branch=self.branch,
+            term=self.term,
+            seq=self.seq,
+            head_digest=self.head_digest,
+            heads=tuple(self.heads),
+            num_elements=self.num_elements,
+            layout_digest=self.layout_digest,
+            tokens_per_fragment=tuple(self.tokens),
+            progress=self.progress,
+            roster=self.roster,
+            roster_seq=self.roster_seq,
+            opened=self.opened,
+            amended=self.amended,
+            lineage=self.lineage,
+        )
+
     def copy(self) -> Ledger:
         """Another one, for the entries of a term that are not durable yet."""
         return replace(

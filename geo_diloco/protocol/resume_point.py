@@ -67,21 +67,4 @@ class ResumePoint:
         return replace(self._floor.snapshot, heads=tuple(heads))
 
     def _here(self, commit: tuple[FragmentId, Version] | None) -> _Position:
-        ledger = self._ledger
-        snapshot = SnapshotLoaded(
-            branch=ledger.branch,
-            term=ledger.term,
-            seq=ledger.seq,
-            head_digest=ledger.head_digest,
-            heads=tuple(ledger.heads),
-            num_elements=ledger.num_elements,
-            layout_digest=ledger.layout_digest,
-            tokens_per_fragment=tuple(ledger.tokens),
-            progress=ledger.progress,
-            roster=ledger.roster,
-            roster_seq=ledger.roster_seq,
-            opened=ledger.opened,
-            amended=ledger.amended,
-            lineage=ledger.lineage,
-        )
-        return _Position(snapshot, commit)
+        return _Position(self._ledger.snapshot(), commit)

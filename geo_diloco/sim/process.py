@@ -421,26 +421,9 @@ class Process:
 
     def snapshot_from(self, ledger: Ledger) -> SnapshotLoaded:
         """Of the outer state, which stands at that ledger."""
-        heads = tuple(ledger.heads)
-        held = tuple((each.version, each.state_digest) for each in heads)
+        held = tuple((each.version, each.state_digest) for each in ledger.heads)
         assert held == tuple((state.version, state.theta) for state in self.chain.outer), "not of one moment"
-        return SnapshotLoaded(
-            branch=ledger.branch,
-            term=ledger.term,
-            seq=ledger.seq,
-            head_digest=ledger.head_digest,
-            heads=heads,
-            num_elements=ledger.num_elements,
-            layout_digest=ledger.layout_digest,
-            tokens_per_fragment=tuple(ledger.tokens),
-            progress=ledger.progress,
-            roster=ledger.roster,
-            roster_seq=ledger.roster_seq,
-            opened=ledger.opened,
-            whole_chain=self.host.plan.serves,
-            amended=ledger.amended,
-            lineage=ledger.lineage,
-        )
+        return replace(ledger.snapshot(), whole_chain=self.host.plan.serves)
 
 
 def _serves(process: Process) -> Term | None:

@@ -125,6 +125,8 @@ class World:
         self.film: deque[str] = deque(maxlen=FILM_LINES)
         self.num_events = 0
         self.events_per_check = max(EVENTS_PER_CHECK, len(self.hosts) // MANY_HOSTS)
+        self.num_acts = 0
+        """Of people: reforms that were signed, folders that were moved away."""
         self.was_told_finished = False
         """Somebody heard that the run is over."""
         self._effects = hashlib.sha256()
@@ -292,6 +294,7 @@ class World:
         if host.process is not None:
             host.process.crash()
         host.disk = Disk(enrolment=f"disk {host.index}, {host.starts}")
+        self.num_acts += 1
         for watch in self.watches:
             watch.began_again(host)
         self.start(host)
@@ -331,6 +334,7 @@ class World:
 
     def reformed(self, signed: SignedEntry) -> None:
         """The owner has signed it."""
+        self.num_acts += 1
         header = signed.entry.header
         self.film.append(f"{self.clock.now:>7} the owner reforms after {header.seq - 1}: {signed.entry}")
         self.entries[signed.digest] = signed

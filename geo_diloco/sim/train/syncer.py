@@ -174,22 +174,7 @@ class SyncerProcess(Process):
         if ledger is None or ledger.opened is None:
             return None
         assert ledger.seq == self.core.ledger.seq, "alone on the roster, and not durable"
-        return SnapshotLoaded(
-            branch=ledger.branch,
-            term=ledger.term,
-            seq=ledger.seq,
-            head_digest=ledger.head_digest,
-            heads=tuple(ledger.heads),
-            num_elements=ledger.num_elements,
-            layout_digest=ledger.layout_digest,
-            tokens_per_fragment=tuple(ledger.tokens),
-            progress=ledger.progress,
-            roster=ledger.roster,
-            roster_seq=ledger.roster_seq,
-            opened=ledger.opened,
-            amended=ledger.amended,
-            lineage=ledger.lineage,
-        )
+        return ledger.snapshot()
 
     def theta(self, fragment: FragmentId) -> bytes:
         """As a snapshot of now holds it."""
