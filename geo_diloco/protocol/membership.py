@@ -20,7 +20,8 @@ from geo_diloco.protocol.messages import Allotment, Hello, Progress
 from geo_diloco.protocol.schedule import MICRO
 from geo_diloco.protocol.status import LearnerStatus
 
-LIVE_MS = 15_000
+LIVE_MS = 5_000
+"""Progress comes every second: whoever was not heard of for so long holds up no round."""
 LIVE_STEPS = 8
 AWAY_MS = 60_000
 """A learner gone for longer gives back its share."""

@@ -153,10 +153,11 @@ class Syncer:
 
     def is_lonely(self, now: MonoMs) -> bool:
         """Too few learners are heard of here, though enough have been and none of those said Goodbye: they may train on
-        where somebody else is reached."""
+        where somebody else is reached. Nobody trains once the run is finished."""
         patience_ms = 2 * round(self._rules.election.lease_seconds * 1000)
         live = self._membership.num_live(now)
-        if not self._serving or live >= self._sync.quorum or live == self._membership.num_known_learners():
+        is_enough = live >= self._sync.quorum or live == self._membership.num_known_learners()
+        if not self._serving or self._ledger.finished is not None or is_enough:
             self._lonely_since = None
             return False
         if self._lonely_since is None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
 from geo_diloco.runtime.pieces import PIECE_BYTES
@@ -40,10 +40,17 @@ would be that much later."""
 SLOWER = 3.0
 """Whose rest takes that many times as long as it would take us, and `TAKEN_OVER_S` more, is relieved of it."""
 TAKEN_OVER_S = 0.5
+SILENT_S = 3.0
+"""Over whose way nothing has come for so long, and four round trips, while another has nothing to do, is out: it may be
+cut off, which would show by itself only when a connection is given up."""
 
 
 class NotYetError(TransferError):
     """The other side hasn't got it, or doesn't take it, and may before long. It is not blamed for that."""
+
+
+class _OverError(Exception):
+    """The transfer ended while an answer was waited for."""
 
 
 class Way(Protocol):
@@ -55,7 +62,7 @@ class Way(Protocol):
     confirmed: int
     """Bytes that are known to have got where they should, this way: only more of them is progress."""
 
-    async def open(self) -> Collection[int] | None:
+    def open(self) -> Coroutine[Any, Any, Collection[int] | None]:
         """Make ready, say into the queue what is known of the pieces, and return those that it has; None for all."""
 
     async def move(self, span: Span) -> None:
@@ -72,10 +79,13 @@ class _Run:
     span: Span
     size: int
     began_at: float
+    heard_at: float
+    """When anything was moved last, or waited for its turn on this machine."""
     moved: int = 0
     is_ending: bool = False
     """The rest of it is on its way: another may begin."""
     is_taken_over: bool = False
+    is_silent: bool = False
 
 
 @dataclass(eq=False)
@@ -134,11 +144,19 @@ class Flow:
         if run is None:
             return
         run.moved += size
+        run.heard_at = time.monotonic()
         in_flight = run.moved / max(time.monotonic() - run.began_at, 0.01) * seat.route.round_trip_s
         if not run.is_ending and run.size - run.moved <= min(in_flight, run.size / 2):
             run.is_ending = True
             if seat.nudge is not None and not seat.nudge.done():
                 seat.nudge.set_result(None)
+
+    def held_back(self, way: Way, span: Span) -> None:
+        """What came waits for its turn on this machine: that is no silence."""
+        seat = next(each for each in self._seats if each.way is way)
+        for run in seat.runs.values():
+            if run.span is span:
+                run.heard_at = time.monotonic()
 
     async def run(self, ways: Sequence[tuple[Way, float]]) -> dict[str, TransferError]:
         """Move all that is missing. A way with a delay is used when the others were of little use for so long.
@@ -177,6 +195,8 @@ class Flow:
             self._leave(seat, exc)
         except RemoteProtocolError as exc:
             self._leave(seat, TransferRefused(str(exc)))
+        except _OverError:
+            pass
         finally:
             seat.route.transfers -= 1
             await self._call_off(seat)
@@ -211,7 +231,11 @@ class Flow:
             await self._watch(seat, until=seat.retry_at)
             return False
         try:
-            seat.having = await seat.way.open()
+            seat.having = await self._before_the_end(seat.way.open())
+        except _OverError:
+            if time.monotonic() - now > SILENT_S:
+                self._routes.failed(seat.way.url)
+            raise
         except NotYetError as exc:
             self._wait_for_it(seat, exc)
             return False
@@ -227,6 +251,21 @@ class Flow:
         if self.is_done:
             self._tell()
         return True
+
+    async def _before_the_end(self, asking: Coroutine[Any, Any, Collection[int] | None]) -> Collection[int] | None:
+        """Nobody waits for an answer that is of no use any more: _OverError."""
+        task = asyncio.ensure_future(asking)
+        try:
+            while not task.done() and not self.is_done:
+                pulse = asyncio.ensure_future(self._pulse.wait())
+                await asyncio.wait({task, pulse}, return_when=asyncio.FIRST_COMPLETED)
+                pulse.cancel()
+            if not task.done():
+                raise _OverError
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
 
     def _wait_for_it(self, seat: _Seat, exc: NotYetError) -> None:
         """Raises it when that has lasted too long."""
@@ -275,7 +314,7 @@ class Flow:
             if span is None:
                 break
             task = asyncio.create_task(seat.way.move(span), name=f"pieces {span.first} to {span.last}")
-            seat.runs[task] = _Run(span, span.num_bytes(self._size), now)
+            seat.runs[task] = _Run(span, span.num_bytes(self._size), now, now)
         if at_work < streams:
             seat.is_window_full = False
             self._take_over(seat, rate)
@@ -315,6 +354,8 @@ class Flow:
             return
         self._missing.give_back(run.span.pieces(), (await seat.way.left(run.span))[1])
         self._tell()
+        if run.is_silent:
+            raise StallError(f"{seat.way.url} gave nothing for {SILENT_S:g} s")
         if failure is None:
             seat.must_open = True  # taken over; what has come of it is asked before anything is sent again
             return
@@ -349,20 +390,24 @@ class Flow:
             seat.must_open = True
 
     def _take_over(self, seat: _Seat, own_rate: float) -> None:
-        """Cut off a run that is so slow that all would wait for it: it goes on elsewhere from where it was. What was in
-        flight there is lost, but that is little, just because it is slow."""
+        """Cut off a run that all would wait for, because it is silent or so slow: it goes on elsewhere from where it
+        was. What was in flight there is lost, but that is little, just because it is slow."""
         now = time.monotonic()
-        if own_rate < 1.0 or self._missing.has_any_of(seat.having):
+        if self._missing.has_any_of(seat.having):
             return
         slowest: tuple[float, asyncio.Task[None], _Run] | None = None
         for other in self._seats:
             for task, run in other.runs.items():
                 if run.is_taken_over or not (seat.having is None or set(run.span.pieces()) <= set(seat.having)):
                     continue
+                if other is not seat and now - run.heard_at > SILENT_S + 4 * other.route.round_trip_s:
+                    run.is_taken_over = run.is_silent = True
+                    task.cancel()
+                    return
                 left = run.size - run.moved
                 left_s = left * max(now - run.began_at, 0.1) / max(run.moved, 1)
                 margin_s = max(TAKEN_OVER_S, 4 * seat.route.round_trip_s)
-                is_too_slow = left_s > SLOWER * left / own_rate + margin_s
+                is_too_slow = own_rate >= 1.0 and left_s > SLOWER * left / own_rate + margin_s
                 if is_too_slow and now - run.began_at > 2 * margin_s and (slowest is None or left_s > slowest[0]):
                     slowest = (left_s, task, run)
         if slowest is not None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from geo_diloco.errors import BlobError, TransferError
 from geo_diloco.protocol.messages import BlobRef
@@ -282,7 +283,7 @@ class _FetchJob:
     def __init__(self, move: _Move, *, has_index: bool, begun: Collection[int]) -> None:
         self.move = move
         self.has_index = has_index or num_pieces(move.ref.size) == 1
-        self.asking_for_index = asyncio.Lock()
+        self.keeping_index = asyncio.Lock()
         self.brought_by: dict[int, set[str]] = {i: {"before"} for i in begun}
         """Whose bytes an unfinished piece has: if it turns out wrong, who sent all of it is to blame."""
         self.alone: set[int] = set()
@@ -316,10 +317,8 @@ class _Fetch:
         self._was_wrong = False
 
     async def open(self) -> Collection[int] | None:
-        if not self._job.has_index:
-            async with self._job.asking_for_index:
-                if not self._job.has_index:
-                    return await self._get_index()
+        if not self._job.has_index:  # asked of all: whoever was asked first may be cut off
+            return await self._get_index()
         if num_pieces(self._m.ref.size) == 1:
             return None
         m, url = self._m, self._m.url(self.url)
@@ -342,14 +341,19 @@ class _Fetch:
             await _check(response)
             having = self._having(response) if HELD_HEADER in response.headers else None
             index = await read_bounded(response, wanted, deadline)
+        async with self._job.keeping_index:
+            if not self._job.has_index:
+                await self._keep_index(index)
+        return having
+
+    async def _keep_index(self, index: bytes) -> None:
         try:
-            await asyncio.to_thread(m.store.set_index, m.ref, index)
+            await asyncio.to_thread(self._m.store.set_index, self._m.ref, index)
         except StoreFullError as exc:
             raise TransferError(str(exc)) from exc
         except BlobError as exc:
             raise TransferRefused(f"{self.url}: {exc}") from exc
         self._job.has_index = True
-        return having
 
     async def move(self, span: Span) -> None:
         m, url = self._m, self._m.url_of(self.url, span)
@@ -367,10 +371,14 @@ class _Fetch:
             at = span.first * PIECE_BYTES + offset
             async for chunk in response.content.iter_any():
                 deadline.touch()
-                await m.bulk.lanes.down.take(len(chunk), touch=deadline.touch)
+                await m.bulk.lanes.down.take(len(chunk), touch=partial(self._held_back, span, deadline))
                 m.bulk.counters.bulk_in += len(chunk)
                 m.moved(self, len(chunk), span)
                 at = await self._keep(at, chunk)
+
+    def _held_back(self, span: Span, deadline: Deadline) -> None:
+        deadline.touch()
+        self._m.flow.held_back(self, span)
 
     async def _keep(self, at: int, chunk: bytes) -> int:
         """Bytes from `at` within the blob on, into the pieces they belong to; returns where the next ones go."""

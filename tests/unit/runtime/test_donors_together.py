@@ -108,6 +108,32 @@ def test_one_that_stalls_loses_its_pieces_to_the_others_with_the_offsets_reached
     with_donors(tmp_path, 1, talk)
 
 
+@pytest.mark.parametrize("data", [BIG[: PIECE_BYTES // 2], BIG], ids=["one piece", "many"])
+def test_those_that_are_cut_off_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(flow, "SILENT_S", 0.1)
+    ref = blob_ref(data)
+
+    async def talk(bulk: Bulk, donors: list[Served], mine: BlobStore) -> None:
+        donors[0].store.put(data)
+
+        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        listening = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+        async with listening:
+            silent = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            both = [Source(silent), Source(donors[0].url, delay_s=0.05)]
+            async with asyncio.timeout(20):
+                await fetch_blob(bulk, both, ref, mine)  # a stall is one after 30 s
+            assert mine.get(ref) == data
+            if len(data) < PIECE_BYTES:
+                assert bulk.routes.is_resting(silent), "the next one is asked of somebody else"
+            await bulk.session.close()
+
+    with_donors(tmp_path, 1, talk)
+
+
 def test_one_that_lies_is_found_out_whoever_sent_the_rest_of_the_piece(tmp_path: Path) -> None:
     async def talk(bulk: Bulk, donors: list[Served], mine: BlobStore) -> None:
         for donor in donors:
