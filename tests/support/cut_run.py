@@ -82,8 +82,16 @@ class CutRun(ElectedRun):
             self.start_standby(number)
         for number in range(1, num_learners + 1):
             self.start_learner(number, "--elector")
-        self.wait(lambda: len(self._election("founder").get("roster", ())) == len(HOSTS), "five electors")
+        self.wait(lambda: self._num_durable_electors() == len(HOSTS), "five electors")
         self.wait(lambda: self.commits_at("founder") >= 6, "the first commits")
+
+    def _num_durable_electors(self) -> int:
+        """Of the founder's roster, 0 until a majority has what made it: before that, who is cut off from the founder
+        goes by the roster before."""
+        election = self._election("founder")
+        if not election or (election["durable_seq"] or 0) < election["head"]["rank"][-1]:
+            return 0
+        return len(election["roster"])
 
     def _election(self, name: str) -> dict[str, Any]:
         return self.status_of(self.root / name).get("election") or {}
