@@ -119,9 +119,9 @@ class StateFolder:
     def sweep(self) -> None:
         """Ends what was left behind, by an earlier process or a killed watchdog. Blocks for a second at most."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            noted, mark, end = f"{self.note.read_text()}\n\n".split("\n", 2)
+            noted, _, rest = self.note.read_text().partition("\n")
             folder = Path(noted)
-            if end.startswith("\n") and mark == self._mark and folder.name.startswith(FOLDER_PREFIX):
+            if rest == f"{self._mark}\n" and folder.name.startswith(FOLDER_PREFIX):
                 _end_processes(f"{folder}/")
                 for left in folder.iterdir():
                     left.unlink()

@@ -80,9 +80,10 @@ def test_what_is_no_double_does_not(
 def test_bulk_is_closed_after_those_who_fetch_by_it(tmp_path: Path) -> None:
     closed: list[str] = []
 
-    def closing(name: str) -> Any:
+    def closing(name: str, *, turns: int = 1) -> Any:
         async def close(*_: object) -> None:
-            await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
             closed.append(name)
 
         return close
@@ -96,7 +97,7 @@ def test_bulk_is_closed_after_those_who_fetch_by_it(tmp_path: Path) -> None:
         lobby: Any = SimpleNamespace(run_dir=RunDir(tmp_path), bulk=bulk, directory=directory, close=close)
         member = Member(lobby, PeerConfig())
         member.failure = RunDirError("it ends")
-        station: Any = SimpleNamespace(close=closing("station"))
+        station: Any = SimpleNamespace(close=closing("station", turns=20))
         member._station = station
         member._write_summary = lambda: None  # type: ignore[method-assign]
         await member.leave(last_save=None)
