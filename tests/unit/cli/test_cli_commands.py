@@ -198,6 +198,9 @@ def test_init_into_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
 def test_init_names_a_file_where_a_folder_was_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a folder; name a file in it, such as .*run\.toml"):
         run("init", str(tmp_path), "--force")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: is no plain file, and is not replaced"):
+        run("init", str(tmp_path / "pipe"), "--force")
 
 
 # ---- start -------------------------------------------------------------------------------------------------------
