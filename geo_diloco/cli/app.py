@@ -7,6 +7,7 @@ Help is plain text: drawing it with rich would take most of its time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import sys
 from importlib import import_module
@@ -38,6 +39,11 @@ _COMMANDS = {
 
 _Mistake: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """What typer's parser raises; it brings its own copy of click, or imports one."""
+
+
+_OF_A_PATH = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
+"""What a path that a person gave may be, found by merely looking there: an invite where a folder is wanted, or a folder
+of somebody else's."""
 
 
 class _Commands(TyperGroup):
@@ -107,6 +113,12 @@ def main() -> None:
         _end(exc)
     except typer.Abort:
         raise KeyboardInterrupt from None
+    except OSError as exc:
+        if exc.errno not in _OF_A_PATH or exc.filename is None:
+            raise
+        name, reason = str(exc.filename), (exc.strerror or str(exc)).lower()
+        shown = f"{name[:60]}..." if exc.errno == errno.ENAMETOOLONG else name
+        _end(UserError(f"{shown}: {reason}; give a path that you can use"))
     raise SystemExit(status if isinstance(status, int) else 0)
 
 

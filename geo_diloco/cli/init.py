@@ -23,6 +23,8 @@ def init(
         raise ConfigError(f"{path}: is a folder; name a file in it, such as {path / 'run.toml'}")
     if path.exists() and not force:
         raise ConfigError(f"{path}: is there already; choose another name, or replace it with --force")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: is no plain file, and is not replaced; choose another name")
     try:
         atomic_write(path, manifest_template().encode())
     except OSError as exc:

@@ -206,8 +206,13 @@ def split_announce(announce: str) -> tuple[str, int]:
 
 
 def state_root() -> Path:
-    """Where this user's runs, demos and bootstrap identity are kept."""
-    return user_state_path("geo_diloco")
+    """Where this user's runs, demos and bootstrap identity are kept. Raises ConfigError for a user without a home."""
+    root = user_state_path("geo_diloco")
+    if root.parts[0].startswith("~"):  # it would become a folder named "~" in whichever folder this is
+        raise ConfigError(
+            "HOME is not set, and this user has none: set it or XDG_STATE_HOME, or name each folder by flag"
+        )
+    return root
 
 
 def is_loopback(address: str) -> bool:

@@ -87,8 +87,9 @@ class Ports:
 def read_ports(run_dir: RunDir) -> Ports:
     try:
         said = json.loads(run_dir.ports.read_bytes())
-        return Ports(http=int(said["http"]), dht=int(said["dht"]), host=str(said.get("host", "")))
-    except (OSError, ValueError, KeyError, TypeError):
+        ports = Ports(http=int(said["http"]), dht=int(said["dht"]), host=str(said.get("host", "")))
+        return ports if 0 <= ports.http < 65536 and 0 <= ports.dht < 65536 else Ports()
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return Ports()
 
 

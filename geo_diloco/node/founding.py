@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from geo_diloco.config import PeerConfig, load_manifest
+from geo_diloco.config import PeerConfig, changed_manifest, load_manifest
 from geo_diloco.errors import (
     BlobError,
     ConfigError,
@@ -71,7 +71,10 @@ def prepare_founder(source: Path | RunManifest, config: PeerConfig, *, quiet: bo
         if config.run_dir is not None and config.run_dir.resolve() != source.resolve():
             raise ConfigError(f"--run-dir {config.run_dir}: {source} is a run's folder already and resumes where it is")
         return take_up(source, config, quiet=quiet)
-    manifest = load_manifest(source) if isinstance(source, Path) else source
+    if isinstance(source, Path):
+        manifest = load_manifest(source)
+    else:  # a script's own: what no file could say nobody could read back, the founder included
+        manifest = changed_manifest(source, {}, source="the manifest given")
     return _found(manifest, config, quiet=quiet)
 
 
@@ -115,6 +118,7 @@ def _found(manifest: RunManifest, config: PeerConfig, *, quiet: bool) -> NodePar
                 stale.unlink(missing_ok=True)
             if manifest.admission == "token":
                 atomic_write(run_dir.token, secrets.token_urlsafe(24).encode(), mode=0o600)
+            run_dir.appear_as(manifest.founder)
             parts = _parts(run_dir, manifest, model, config, quiet=quiet)
             atomic_write(run_dir.layout, parts.layout.to_json().encode())
             _start_from_theta_0(parts)
@@ -170,6 +174,9 @@ def discard_if_never_founded(parts: NodeParts) -> None:
 
 def _take_up(run_dir: RunDir, config: PeerConfig, *, quiet: bool, at_rest: bool) -> NodeParts:
     manifest = read_manifest(run_dir)
+    if not at_rest:
+        run_dir.appear_as(_identity_of(run_dir).peer_id)
+        _check_token(run_dir, manifest)
     model = build_model(manifest.model)
     parts = _parts(run_dir, manifest, model, config, quiet=quiet)
     is_founders = parts.identity.peer_id == manifest.founder
@@ -188,6 +195,15 @@ def _take_up(run_dir: RunDir, config: PeerConfig, *, quiet: bool, at_rest: bool)
         _check_theta_0(parts, found)
         parts.snapshot = loaded_from_found(found, signed)
     return parts
+
+
+def _check_token(run_dir: RunDir, manifest: RunManifest) -> None:
+    """Without it everybody would be admitted."""
+    if manifest.admission == "token" and not _read_token(run_dir):
+        raise RunDirError(
+            f"{run_dir.token} is missing or empty, and the run admits only who knows the token: restore the "
+            "file; the token is in every invite of this run"
+        )
 
 
 def _as_far_as_held(commits: list[Commit], parts: NodeParts) -> list[Commit]:
@@ -255,7 +271,7 @@ def bring_to_head(parts: NodeParts) -> None:
 
 
 def _parts(run_dir: RunDir, manifest: RunManifest, model: nn.Module, config: PeerConfig, *, quiet: bool) -> NodeParts:
-    identity = Identity.load_or_create(run_dir.identity_key if run_dir.identity_key.exists() else run_dir.key)
+    identity = _identity_of(run_dir)
     run = manifest.run_id()
     layout = layout_from_module(model, num_fragments=manifest.sync.num_fragments)
     if run_dir.layout.exists():
@@ -274,7 +290,7 @@ def _parts(run_dir: RunDir, manifest: RunManifest, model: nn.Module, config: Pee
         manifest=manifest,
         run=run,
         identity=identity,
-        token=run_dir.token.read_text("utf-8").strip() if run_dir.token.exists() else "",
+        token=_read_token(run_dir),
         model=model,
         layout=layout,
         outer=outer,
@@ -283,6 +299,20 @@ def _parts(run_dir: RunDir, manifest: RunManifest, model: nn.Module, config: Pee
         snapshots=SnapshotShelf(run_dir.state, run=run, outer=outer, store=store, identity=identity),
         log=EventLog(run_dir.log, level=config.log_level) if quiet else stderr_log(run_dir.log, level=config.log_level),
     )
+
+
+def _identity_of(run_dir: RunDir) -> Identity:
+    return Identity.load_or_create(run_dir.identity_key if run_dir.identity_key.exists() else run_dir.key)
+
+
+def _read_token(run_dir: RunDir) -> str:
+    """Empty if there is none. `start` writes plain characters."""
+    try:
+        return run_dir.token.read_text("ascii").strip()
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as exc:
+        raise RunDirError(f"{run_dir.token} is damaged: restore it; the token is in every invite of this run") from exc
 
 
 def _start_from_theta_0(parts: NodeParts) -> None:

@@ -215,7 +215,7 @@ class Member:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._go_off_air())
-                group.create_task(self.lobby.close())
+                group.create_task(self.lobby.directory.close())
         finally:
             self._worker.close()
             if self._chain is not None:
@@ -232,6 +232,7 @@ class Member:
         if self._station is not None:
             await self._station.close(LEAVE_S)
             self._write_summary()
+        await self.lobby.bulk.close()  # not before those who fetch by it have ended
 
     async def _wait_saved(self, last_save: int | None) -> None:
         if self.learning is None or last_save is None:

@@ -76,6 +76,8 @@ def owned(where: str, key: Path | None, contacts: Sequence[str] = ()) -> Owned:
             invite, url = Invite.parse(folder.invite.read_text("utf-8").strip()), read_ports(folder).url
         except OSError as exc:
             raise RunDirError(f"{where} is not the folder of a peer that can serve: no invite.txt in it") from exc
+        except UnicodeDecodeError as exc:
+            raise RunDirError(f"{folder.invite} is damaged: not text; give the invite itself, and --key") from exc
     key = key or (None if folder is None else folder.key)
     if key is None:
         raise ConfigError("an invite alone has no key: give --key with the founder's key.pem, or its run directory")

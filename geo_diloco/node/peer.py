@@ -64,6 +64,7 @@ class Peer:
                 load_library()
             with disk_failures(self._run_dir.root):
                 identity = Identity.load_or_create(self._run_dir.identity_key)
+                self._run_dir.appear_as(identity.peer_id)
                 own = learners_own(config) if config.announce else config
                 lobby = self._thread.wait(enter(invite, self._run_dir, identity, own, self._log), check=self._check)
                 self._member = self._thread.wait(_make(lobby, own))

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from geo_diloco.config import manifest_from_bytes, state_root
 from geo_diloco.errors import ManifestError, RemoteProtocolError, RunDirError
-from geo_diloco.manifest import RunId, RunManifest, run_id_from_bytes
+from geo_diloco.manifest import PeerId, RunId, RunManifest, run_id_from_bytes
+from geo_diloco.node.doubles import Presence
 from geo_diloco.protocol.messages import Snapshot
+from geo_diloco.runtime.disk import remove_drafts
 from geo_diloco.runtime.wire import Signed, open_snapshot
 
 SLOTS_MAX = 256
@@ -29,6 +31,7 @@ class RunDir:
 
     root: Path
     _lock_fd: int = field(default=-1, repr=False)
+    _presence: Presence | None = field(default=None, repr=False)
 
     @property
     def manifest(self) -> Path:
@@ -123,7 +126,16 @@ class RunDir:
         parts = (self.chain, self.tape, self.log, self.blobs, self.state, self.checkpoint)
         return sum(_num_bytes(part) for part in parts)
 
+    def appear_as(self, peer: PeerId) -> None:
+        """Before it goes on the air: this process, and no other one here, is that peer until `release`. Raises
+        RunDirError if another is it, which has a copy of this folder, or the original."""
+        if self._presence is None:
+            self._presence = Presence(peer, self.root)
+
     def release(self) -> None:
+        if self._presence is not None:
+            self._presence.end()
+            self._presence = None
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -191,8 +203,15 @@ def hold(root: Path) -> RunDir:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         os.close(handle)
+        if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            reason = exc.strerror or str(exc)
+            raise RunDirError(f"run directory {root} can't be locked: {reason}; give a folder on another disk") from exc
         raise RunDirError(f"run directory {root} is in use by another process") from exc
-    return RunDir(root, handle)
+    run_dir = RunDir(root, handle)
+    for folder in (root, run_dir.state):
+        with contextlib.suppress(OSError):
+            remove_drafts(folder)
+    return run_dir
 
 
 def check_is_members(folder: RunDir, run: RunId) -> None:

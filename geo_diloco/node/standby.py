@@ -69,6 +69,7 @@ class Standby(Reachable):
 
 async def _make(invite: Invite, run_dir: RunDir, config: PeerConfig, log: EventLog) -> ReachableNode:
     identity = Identity.load_or_create(run_dir.identity_key)
+    run_dir.appear_as(identity.peer_id)
     lobby = await enter(invite, run_dir, identity, config, log)
     try:
         parts, place = await _prepare(lobby)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from geo_diloco.errors import DirectoryError, RunDirError
+from geo_diloco.errors import DirectoryError, RefusedError, RemoteProtocolError, RunDirError, TransferError
 from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId, RunManifest, Term
 from geo_diloco.node.contacting import ContactBook, Remembering
 from geo_diloco.node.machine import machine_name
@@ -51,8 +51,10 @@ from geo_diloco.runtime.merger import OuterState
 from geo_diloco.runtime.records import MIRROR, SERVES_BLOBS, PeerRecord, by_claim
 from geo_diloco.runtime.replacing import FragmentReplacing, ReplacingParts
 from geo_diloco.runtime.seeking import Place, Seeker
+from geo_diloco.runtime.session import fetch_status
 from geo_diloco.runtime.snapshots import SnapshotShelf
 from geo_diloco.runtime.store import BlobStore
+from geo_diloco.runtime.wire import url_from_address
 from geo_diloco.tape import Boot, TapeWriter
 
 PUBLISH_EVERY_S = 20.0
@@ -106,6 +108,7 @@ class Station:
         self._sighted: tuple[Sighting, ...] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._publish_now = asyncio.Event()
+        self._has_looked = asyncio.Event()
         boot = Boot(
             peer=p.identity.peer_id,
             boot=self.boot,
@@ -263,6 +266,8 @@ class Station:
         """Tell the core who could serve, if it may vote; everybody needs to know who is a mirror."""
         while True:
             await self._refresh()
+            await self._end_if_doubled()
+            self._has_looked.set()
             if not self._p.may_elect:
                 await asyncio.sleep(PUBLISH_EVERY_S)
                 continue
@@ -275,6 +280,21 @@ class Station:
                 self._sighted = sightings
                 self.driver.feed(Sighted(sightings))
             await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _end_if_doubled(self) -> None:
+        """A copy of this folder, or its original, is at work on another machine. Its record is one of ours by the
+        signature, as is that of the process before us, which does not answer any more."""
+        p = self._p
+        for record in self._records:
+            is_ours = record.peer == p.identity.peer_id and record.boot == self.boot
+            if record.peer != p.identity.peer_id or is_ours or record.address in ("", p.hello.address):
+                continue
+            with suppress(TimeoutError, TransferError, RefusedError, RemoteProtocolError):
+                async with asyncio.timeout(LOOK_S):
+                    said = await fetch_status(p.bulk.session, url_from_address(record.address))
+                if said.get("peer") == p.identity.peer_id:
+                    whose = f"its folder or {p.run_dir.root} is a copy; end one of them for good"
+                    raise RunDirError(f"another process has this peer's identity, at {record.address}: {whose}")
 
     def _speaks_for_the_run(self, peer: PeerId | None) -> bool:
         """Whether a refusal by that peer is final. Others may claim to serve and refuse whom they like."""
@@ -311,6 +331,9 @@ class Station:
     async def _publish(self) -> None:
         """Our record, renewed, and again as soon as our role changes; a directory that is away is waited for."""
         p = self._p
+        with suppress(TimeoutError):  # before ours replaces what a double says of itself
+            async with asyncio.timeout(LOOK_S):
+                await self._has_looked.wait()
         while True:
             self._publish_now.clear()
             role = self._role_told()

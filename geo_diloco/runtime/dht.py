@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,6 +103,8 @@ class HivemindOverlay:
 
     def __init__(self, options: DaemonOptions, state: StateFolder, identity: Identity | None) -> None:
         self._options = options
+        self._listen = options.listen
+        """Where it listens from the next start of p2pd on: at the ports that it was given by the first."""
         self._state = state
         self._validator = _validator(identity)
         self._daemon: Daemon | None = None
@@ -134,17 +138,11 @@ class HivemindOverlay:
         return float(timed_storage.get_dht_time())
 
     def shift_time(self, seconds: float) -> None:
-        """For all of this process: hivemind's clock is a function whose name several of its modules hold."""
+        """For all of this process."""
         from hivemind.utils import timed_storage
 
         clock = timed_storage.get_dht_time
-
-        def shifted() -> float:
-            return float(clock()) + seconds
-
-        for name in ("utils.timed_storage", "utils", "dht.routing", "dht.node", "dht.protocol"):
-            module: Any = importlib.import_module(f"hivemind.{name}")
-            module.get_dht_time = shifted
+        _set_clock(lambda: float(clock()) + seconds)
 
     async def open(self, *, as_client: bool) -> None:
         from hivemind.p2p import P2P
@@ -153,12 +151,24 @@ class HivemindOverlay:
         await self._shut()
         await asyncio.to_thread(self._state.sweep)
         self._is_client = as_client
-        self._daemon = await Daemon.start(self._options, self._state)
+        self._daemon = await self._start_daemon()
         async with _translated():
             self._p2p = await P2P.replicate(Multiaddr(self._daemon.socket))
             visible = [str(maddr) for maddr in await self._p2p.get_visible_maddrs()]
             self._visible = sorted(visible, key=lambda maddr: maddr.startswith(("/ip4/127.", "/ip6/::1/")))
+            self._listen = tuple(_at_port_of(self._visible, maddr) for maddr in self._listen)
             self._node = await self._create_node()
+
+    async def _start_daemon(self) -> Daemon:
+        """Where it was before, which is what others know; if that is somebody else's by now, where it may be."""
+        again = dataclasses.replace(self._options, listen=self._listen)
+        try:
+            return await Daemon.start(again, self._state)
+        except DirectoryError:
+            if again == self._options:
+                raise
+        self._listen = self._options.listen
+        return await Daemon.start(self._options, self._state)
 
     async def become_client(self) -> None:
         self._is_client = True
@@ -240,6 +250,12 @@ class HivemindOverlay:
                 await daemon.close()
 
 
+def _at_port_of(visible: Sequence[str], listen: str) -> str:
+    """`listen`, if the system was to choose its port, with the one that it chose."""
+    ports = [target[1] for maddr in visible if (target := records.tcp_of_maddr(maddr)) is not None]
+    return f"{listen.removesuffix('0')}{ports[0]}" if listen.endswith("/tcp/0") and ports else listen
+
+
 def load_library() -> None:
     """Import what `Directory.start` needs. It takes seconds on a busy machine, and who calls this from the main thread
     can be interrupted in them; a thread of a pool, where it happens otherwise, is waited for."""
@@ -253,11 +269,29 @@ def _import_hivemind() -> Path:
     strategy = sharing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     hivemind = package_alone("hivemind")
     importlib.import_module("hivemind.dht")
+    timed_storage = importlib.import_module("hivemind.utils.timed_storage")
+    if timed_storage.get_dht_time is time.time:
+        _set_clock(_steady_clock())
     sharing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     logging.addLevelName(logging.WARNING, "WARNING")
     if "HIVEMIND_LOGLEVEL" not in os.environ:
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     return Path(str(hivemind.__file__)).parent
+
+
+def _steady_clock() -> Callable[[], float]:
+    """The wall's clock as of now, and from here on one that nobody sets: others would not believe the records of a
+    machine whose clock was set by ten minutes, and keep the ones that it made before."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    began = time.time() - time.clock_gettime(clock)
+    return lambda: began + time.clock_gettime(clock)
+
+
+def _set_clock(clock: Callable[[], float]) -> None:
+    """hivemind's clock is a function whose name several of its modules hold."""
+    for name in ("utils.timed_storage", "utils", "dht.routing", "dht.node", "dht.protocol"):
+        module: Any = importlib.import_module(f"hivemind.{name}")
+        module.get_dht_time = clock
 
 
 class _Unread(ModuleType):

@@ -104,20 +104,30 @@ class StateFolder:
 
     @property
     def note(self) -> Path:
-        """Names the folder of sockets in use."""
+        """Names the folder of sockets in use, and whose it is."""
         return self.path / "p2pd-folder"
+
+    def write_note(self, sockets: Path) -> None:
+        self.note.write_text(f"{sockets}\n{self._mark}\n")
+
+    @property
+    def _mark(self) -> str:
+        """Of this folder and of no copy of it, whose original may be at work."""
+        facts = os.fstat(self._lock.fileno())
+        return f"{facts.st_dev}:{facts.st_ino}"
 
     def sweep(self) -> None:
         """Ends what was left behind, by an earlier process or a killed watchdog. Blocks for a second at most."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            noted = self.note.read_text()
-            folder = Path(noted.strip())
-            if noted.endswith("\n") and folder.name.startswith(FOLDER_PREFIX):
+            noted, _, rest = self.note.read_text().partition("\n")
+            folder = Path(noted)
+            if rest == f"{self._mark}\n" and folder.name.startswith(FOLDER_PREFIX):
                 _end_processes(f"{folder}/")
                 for left in folder.iterdir():
                     left.unlink()
                 folder.rmdir()
-        self.note.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that can't be written to says so where it matters
+            self.note.unlink()
 
     def release(self) -> None:
         self._lock.close()
@@ -168,7 +178,7 @@ class Daemon:
         await asyncio.to_thread(_check_ports, options.listen)
         try:
             folder = Path(_socket_folder())
-            state.note.write_text(f"{folder}\n")
+            state.write_note(folder)
         except OSError as error:
             raise unusable(state.path, error) from error
         script = Path(__file__).with_name("watchdog.py")

@@ -267,6 +267,8 @@ class PartialBlob:
         """`index` has passed `check_index`."""
         with self._lock:
             held = self._load()
+            if self._is_complete:
+                return  # an earlier process was killed when all but the new name was there
             self._check_alive()
             if self._index is None:
                 with disk_errors():

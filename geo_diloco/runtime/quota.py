@@ -61,7 +61,7 @@ class Quota:
 
     def _turn_day(self) -> None:
         day = int(self._clock() // _DAY_S)
-        if day > self._day:
+        if not day <= self._day <= day + 1:  # a clock that was far ahead is right again
             self._day, self._used, self._written = day, 0, 0
 
     def _read(self) -> tuple[int, int]:
@@ -74,6 +74,6 @@ class Quota:
             day, used = found["day"], found["bytes"]
         except (OSError, ValueError, KeyError, TypeError):
             return today, 0
-        if not isinstance(day, int) or not isinstance(used, int) or day < today or used < 0:
+        if not isinstance(day, int) or not isinstance(used, int) or not today <= day <= today + 1 or used < 0:
             return today, 0
         return day, used

@@ -232,23 +232,31 @@ class SnapshotShelf:
     # ---- finding
 
     def restore(self) -> Snapshot | None:
-        """Load the newest snapshot on disk that can be used into the outer state. None if there is none."""
+        """Load the newest snapshot on disk that can be used into the outer state. None if there is none. An older one
+        that is whole stays, for the day on which this one turns out to be damaged."""
+        newest: Kept | None = None
         for path in reversed(self._files()):
             try:
                 signed = Signed.from_line(path.read_bytes())
                 snapshot = open_snapshot(signed)
                 if signed.signer != self._identity.peer_id or snapshot.run != self._run:
                     continue
-                load_snapshot(snapshot, self._outer, self._store.get)
+                if newest is None:
+                    load_snapshot(snapshot, self._outer, self._store.get)
             except (OSError, RemoteProtocolError, BlobError, DigestMismatch):
                 continue
-            self._kept.append(Kept(snapshot, signed, self._clock(), -math.inf))
-            self._commits_written = sum(head.version for head in snapshot.heads)
-            for p, head in enumerate(snapshot.heads):
-                self._made[FragmentId(p)] = (head.base, snapshot.theta[p], snapshot.momentum[p])
-            self.named = self.blobs()
-            return snapshot
-        return None
+            kept = Kept(snapshot, signed, self._clock(), -math.inf)
+            if newest is None:
+                newest = kept
+            if snapshot.branch == newest.snapshot.branch and self._is_whole(snapshot):
+                self._kept.insert(0, kept)
+        if newest is None:
+            return None
+        self._commits_written = sum(head.version for head in newest.snapshot.heads)
+        for p, head in enumerate(newest.snapshot.heads):
+            self._made[FragmentId(p)] = (head.base, newest.snapshot.theta[p], newest.snapshot.momentum[p])
+        self.named = self.blobs()
+        return newest.snapshot
 
     def newest_for(self, fragment: FragmentId, at_most: Version) -> Snapshot | None:
         """The newest kept one on disk that holds the fragment at that version or an earlier one."""

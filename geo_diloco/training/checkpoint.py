@@ -63,7 +63,8 @@ def save_learner(folder: Path, tensors: Mapping[str, Tensor], extra: Mapping[str
     """
     final = folder / f"{_PREFIX}{int(extra['save']):08d}"
     draft = folder / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
+    for left in folder.glob(f".{_PREFIX}*"):  # by a process that was killed; each is as large as a checkpoint
+        shutil.rmtree(left, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
         save_file(dict(tensors), draft / _TENSORS)

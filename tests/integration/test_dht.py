@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,7 +115,12 @@ def free_port() -> int:
 
 def processes_of(state_dir: Path) -> list[psutil.Process]:
     """The watchdog and p2pd of a directory, by the folder that both were given."""
-    return processes_with((state_dir / "p2pd-folder").read_text().strip())
+    return processes_with(noted_in(state_dir))
+
+
+def noted_in(state_dir: Path) -> str:
+    """The folder of sockets in use."""
+    return (state_dir / "p2pd-folder").read_text().partition("\n")[0]
 
 
 def processes_with(marker: str) -> list[psutil.Process]:
@@ -355,7 +361,7 @@ def test_nothing_survives_a_clean_close(tmp_path: Path) -> None:
         bootstrap = await site.start()
         async with child(tmp_path / "child", bootstrap.visible_maddrs[0]) as process:
             await told_by(process, "found")
-            noted = (tmp_path / "child" / "p2pd-folder").read_text().strip()
+            noted = noted_in(tmp_path / "child")
             assert len(processes_with(noted)) == 2 and Path(noted).name.startswith(FOLDER_PREFIX)
             assert process.stdin is not None
             process.stdin.close()
@@ -375,7 +381,7 @@ def test_no_p2pd_survives_the_sigkill_of_its_owner(tmp_path: Path) -> None:
         bootstrap = await site.start()
         async with child(tmp_path / "child", bootstrap.visible_maddrs[0]) as process:
             await told_by(process, "found")
-            noted = (tmp_path / "child" / "p2pd-folder").read_text().strip()
+            noted = noted_in(tmp_path / "child")
             assert len(processes_with(noted)) == 2
             process.send_signal(signal.SIGKILL)
             await wait_until(lambda: not processes_with(noted), within_s=3)
@@ -393,7 +399,7 @@ def test_p2pd_does_not_outlive_a_killed_watchdog_and_is_started_again(tmp_path: 
         peer_id = Identity.generate()
         peer = await site.start(bootstrap.visible_maddrs[0], identity=peer_id, state_dir=tmp_path / "peer")
         p2pd = p2pd_of(tmp_path / "peer")
-        watchdog, noted = p2pd.parent(), Path((tmp_path / "peer" / "p2pd-folder").read_text().strip())
+        watchdog, noted = p2pd.parent(), Path(noted_in(tmp_path / "peer"))
         assert watchdog is not None and watchdog.memory_info().rss < 20e6
         watchdog.kill()
         await wait_until(lambda: not p2pd.is_running(), within_s=3)
@@ -406,10 +412,10 @@ def test_p2pd_does_not_outlive_a_killed_watchdog_and_is_started_again(tmp_path: 
     run(scenario, tmp_path)
 
 
-def test_a_bootstrap_whose_p2pd_is_killed_comes_back_at_the_same_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_chosen", [True, False], ids=["a port of its own", "any free port"])
+def test_a_bootstrap_whose_p2pd_is_killed_comes_back_at_the_same_address(tmp_path: Path, is_chosen: bool) -> None:
     async def scenario(site: Site) -> None:
-        port = free_port()
-        async with serving(tmp_path / "boot", port) as maddr:
+        async with serving(tmp_path / "boot", free_port() if is_chosen else 0) as maddr:
             killed = p2pd_of(tmp_path / "boot")
             killed.kill()
             await wait_until(lambda: not killed.is_running(), within_s=3)
@@ -423,7 +429,7 @@ def test_the_next_start_sweeps_what_a_power_cut_left(tmp_path: Path) -> None:
     left = tmp_path / f"{FOLDER_PREFIX}left"
     left.mkdir()
     (left / "p2pd.sock").touch()
-    state.note.write_text(f"{left}\n")
+    state.write_note(left)
     script = "import time; print('up', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", script, f"-listen=/unix{left}/p2pd.sock"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stale:
@@ -437,12 +443,32 @@ def test_the_next_start_sweeps_what_a_power_cut_left(tmp_path: Path) -> None:
     state.release()
 
 
-@pytest.mark.parametrize("noted", [f"/tmp/{FOLDER_PREFIX}", "/\n", "\n", "/home\n", ""])
-def test_a_torn_note_sweeps_nothing(tmp_path: Path, noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_folder_leaves_the_p2pd_of_its_original_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StateFolder(tmp_path / "original")
+    sockets = tmp_path / f"{FOLDER_PREFIX}at-work"
+    sockets.mkdir()
+    original.write_note(sockets)
+    shutil.copytree(original.path, tmp_path / "copy")
+    monkeypatch.setattr("geo_diloco.runtime.p2pd._end_processes", lambda marker: pytest.fail(f"sought {marker!r}"))
+    copy = StateFolder(tmp_path / "copy")
+    copy.sweep()
+    assert sockets.exists() and not copy.note.exists()
+    copy.release()
+    original.release()
+
+
+@pytest.mark.parametrize("sockets", [f"/tmp/{FOLDER_PREFIX}left", "/", "", "/home"])
+def test_a_torn_note_or_one_of_no_folder_of_ours_sweeps_nothing(
+    tmp_path: Path, sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("geo_diloco.runtime.p2pd._end_processes", lambda marker: pytest.fail(f"sought {marker!r}"))
     state = StateFolder(tmp_path / "state")
-    state.note.write_text(noted)
-    state.sweep()
+    state.write_note(Path(sockets))
+    whole = state.note.read_text()
+    is_ours = FOLDER_PREFIX in sockets
+    for size in range(len(whole) if is_ours else len(whole) + 1):
+        state.note.write_text(whole[:size])
+        state.sweep()
     state.release()
 
 

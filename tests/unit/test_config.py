@@ -23,6 +23,7 @@ from geo_diloco.config import (
     manifest_template,
     peer_config_from,
     split_announce,
+    state_root,
 )
 from geo_diloco.errors import ConfigError, ManifestError
 from geo_diloco.manifest import WIRE_VERSION, CodecSpec, ModelSpec, PeerId, RunManifest
@@ -55,6 +56,12 @@ def as_peer_sends(changes: dict[str, Any]) -> bytes:
 
 
 # ---- a person's manifest -----------------------------------------------------------------------------------------
+
+
+def test_a_user_without_a_home_gets_no_folder_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("geo_diloco.config.peer.user_state_path", lambda name: Path("~/.local/state") / name)
+    with pytest.raises(ConfigError, match="HOME is not set, and this user has none"):
+        state_root()
 
 
 def test_the_template_is_accepted_from_a_file(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from geo_diloco.cli import app as cli
 from geo_diloco.cli import options
 from geo_diloco.cli.status import status_text
 from geo_diloco.config import PeerConfig, load_manifest
-from geo_diloco.errors import ConfigError, InviteError, RefusedError, TapeError
+from geo_diloco.errors import ConfigError, InviteError, RefusedError, TapeError, UserError
 from geo_diloco.manifest import RunId
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.tape import ReplayResult
@@ -198,6 +198,9 @@ def test_init_into_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
 def test_init_names_a_file_where_a_folder_was_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a folder; name a file in it, such as .*run\.toml"):
         run("init", str(tmp_path), "--force")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: is no plain file, and is not replaced"):
+        run("init", str(tmp_path / "pipe"), "--force")
 
 
 # ---- start -------------------------------------------------------------------------------------------------------
@@ -480,6 +483,32 @@ def test_an_error_becomes_one_line_with_its_code_and_exit_status(
         cli.main()
     assert left.value.code == RefusedError.exit_status
     assert capsys.readouterr().err == "error GD-202: layout differs: first at lm_head\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "said"),
+    [
+        (errno.ENAMETOOLONG, LOCAL.to_string() * 3, f"{LOCAL.to_string()[:60]}...: file name too long"),
+        (errno.EACCES, "runs/ada", "runs/ada: permission denied"),
+    ],
+)
+def test_a_path_that_can_not_even_be_looked_at_is_one_line(
+    node: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    path: str,
+    said: str,
+) -> None:
+    def look(source: Path, config: PeerConfig, **_: object) -> int:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(sys.modules["geo_diloco.node"], "run_founder", look)
+    monkeypatch.setattr(sys, "argv", ["geo-diloco", "start", path])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == UserError.exit_status
+    assert capsys.readouterr().err == f"error GD-100: {said}; give a path that you can use\n"
 
 
 def test_a_bug_keeps_its_traceback(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:

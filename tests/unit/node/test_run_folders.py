@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from geo_diloco.config import PeerConfig
-from geo_diloco.errors import ConfigError, InviteError, ModelError, RunDirError, UserError
-from geo_diloco.manifest import ModelSpec, PeerId, RunManifest, SyncSpec
+from geo_diloco.config import PeerConfig, manifest_from_bytes
+from geo_diloco.errors import ConfigError, InviteError, ManifestError, ModelError, RunDirError, UserError
+from geo_diloco.manifest import EvalSpec, ModelSpec, PeerId, RunManifest, SyncSpec
 from geo_diloco.node import export, found, join
+from geo_diloco.node.doubles import Presence
 from geo_diloco.node.founding import discard_if_never_founded, prepare_founder
-from geo_diloco.node.rundir import disk_failure, hold_slot
+from geo_diloco.node.rundir import disk_failure, hold, hold_slot
 from geo_diloco.node.starting import _settings
 from geo_diloco.node.thread import NodeThread
 from geo_diloco.runtime.invite import Invite
@@ -31,6 +34,7 @@ def build_small(*, width: int = 2) -> nn.Module:
 
 FACTORY = f"{__name__}:build_small"
 MANIFEST = RunManifest(model=ModelSpec(factory=FACTORY), sync=SyncSpec(num_fragments=1))
+PEER = PeerId("12" * 32)
 FOUNDED = replace(MANIFEST, founder=PeerId("ab" * 32), nonce="cd" * 16)
 
 
@@ -74,6 +78,72 @@ def test_a_model_that_can_not_be_cut_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="num_fragments is 9"):
         prepare(replace(MANIFEST, sync=SyncSpec(num_fragments=9)), tmp_path / "run")
     assert names(tmp_path) == []
+
+
+def test_a_scripts_own_manifest_is_checked_and_kept_as_a_file_would_say_it(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"the manifest given: sync\.quorum = 0; allowed"):
+        prepare(replace(MANIFEST, sync=SyncSpec(num_fragments=1, quorum=0)), tmp_path / "wrong")
+    assert names(tmp_path) == []
+    parts = prepare(replace(MANIFEST, evaluation=EvalSpec(every_seconds=0)), tmp_path / "run")  # 0.0 in a file
+    written = (tmp_path / "run" / "manifest.json").read_bytes()
+    assert manifest_from_bytes(written) == parts.manifest
+
+
+def test_a_copied_folder_does_not_start_beside_its_original(tmp_path: Path) -> None:
+    at_work = prepare_founder(MANIFEST, PeerConfig(run_dir=tmp_path / "run"), quiet=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(RunDirError, match=rf"copy is a copy: process {os.getpid()} has joined with the same identity"):
+        prepare(tmp_path / "copy", None)
+    at_work.log.close()
+    at_work.chain.close()
+    at_work.run_dir.release()
+    prepare(tmp_path / "copy", None)
+
+
+@pytest.mark.parametrize(
+    "harm", [Path.unlink, lambda token: token.write_text("\n"), lambda token: token.write_bytes(b"\xff")]
+)
+def test_a_run_whose_token_is_lost_does_not_open_to_everybody(tmp_path: Path, harm: Any) -> None:
+    prepare(replace(MANIFEST, admission="token"), tmp_path)
+    prepare(tmp_path, None)
+    harm(tmp_path / "token")
+    with pytest.raises(RunDirError, match=r"token is (missing or empty|damaged).* in every invite of this run"):
+        prepare(tmp_path, None)
+
+
+def test_drafts_of_a_killed_process_are_gone_once_its_folder_is_held_again(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    for draft in (tmp_path / ".identity.key.0123.tmp", tmp_path / "state" / ".snapshot-000000000001.json.0123.tmp"):
+        draft.write_text("half of it")
+    (tmp_path / "vote.json").write_text("{}")
+    hold(tmp_path).release()
+    assert names(tmp_path) == ["lock", "state", "vote.json"]
+
+
+def test_a_disk_that_knows_no_locks_is_not_called_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RunDirError, match="can't be locked: No locks available; give a folder on another disk"):
+        hold(tmp_path)
+
+
+def test_a_fork_of_a_peer_that_is_gone_does_not_stand_for_it(tmp_path: Path) -> None:
+    presence, (told, tell), (began, begin) = Presence(PEER, tmp_path), os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(tell)
+        os.write(begin, b".")
+        os.read(told, 1)  # until the parent has looked
+        os._exit(0)
+    os.read(began, 1)
+    presence.end()
+    Presence(PEER, tmp_path).end()
+    os.close(tell)
+    assert os.waitpid(child, 0)[1] == 0
+    for handle in (told, began, begin):
+        os.close(handle)
 
 
 def test_a_folder_with_a_run_in_it_is_not_founded_in_again(tmp_path: Path) -> None:

@@ -170,6 +170,16 @@ def test_a_clock_that_is_set_back_gives_no_second_day(tmp_path: Path) -> None:
     assert quota.why_used_up() and Quota(tmp_path / "quota.json", 100, clock=clock).why_used_up()
 
 
+def test_a_clock_that_was_a_year_ahead_costs_no_more_than_the_day(tmp_path: Path) -> None:
+    clock = Clock(20_000 * 86_400.0)
+    quota = Quota(tmp_path / "quota.json", 100, clock=clock)
+    quota.spend(100)
+    quota.save()
+    clock.now -= 365 * 86_400
+    assert not Quota(tmp_path / "quota.json", 100, clock=clock).why_used_up()
+    assert not quota.why_used_up()
+
+
 def test_without_a_quota_nothing_is_written(tmp_path: Path) -> None:
     quota = Quota(tmp_path / "quota.json", 0)
     quota.spend(1 << 40)

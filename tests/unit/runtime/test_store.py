@@ -278,10 +278,14 @@ def test_a_process_that_died_before_the_rename_has_the_blob_after_a_restart(
             store.append_piece(BIG_REF, 2, 0, piece(BIG, 2))
         assert not store.has(BIG_REF)
         assert not store.status(BIG_REF).complete
+    shutil.copytree(tmp_path / "blobs", tmp_path / "copy")
     again = BlobStore(tmp_path / "blobs")
     assert again.status(BIG_REF).complete
     assert again.get(BIG_REF) == BIG
     assert store.append_piece(BIG_REF, 2, 0, piece(BIG, 2))
+    brought_again = BlobStore(tmp_path / "copy")
+    brought_again.set_index(BIG_REF, index_of(BIG))  # by a peer that heard nothing of it
+    assert brought_again.get(BIG_REF) == BIG
 
 
 def test_a_damaged_index_on_disk_is_asked_for_again(store: BlobStore, tmp_path: Path) -> None:

@@ -139,6 +139,22 @@ def test_what_is_written_is_restored_and_what_is_not_durable_never_was(it: Shelv
     assert it.shelf.is_due(0)
 
 
+def test_the_older_of_two_outlives_a_restart_for_when_the_newest_turns_out_damaged(it: Shelved) -> None:
+    written = []
+    for seq in (1, 2):
+        it.set_theta(float(seq))
+        written.append(it.shelf.make(it.standing(seq)))
+        it.shelf.write(written[-1])
+    again = Shelved(it.root)
+    assert again.shelf.restore() == written[1].snapshot
+    again.store.sweep(again.shelf.blobs())  # as every start does
+    for blob in written[1].snapshot.theta:
+        (it.root / "blobs" / blob.digest).write_bytes(bytes(blob.size))
+    after = Shelved(it.root)
+    assert after.shelf.restore() == written[0].snapshot
+    assert after.outer.theta(P0).tolist() == [1.0] * N
+
+
 def test_what_a_reform_has_left_behind_is_not_restored(it: Shelved) -> None:
     """Its seq is the higher one."""
     for seq in (7, 8):

@@ -95,6 +95,14 @@ def test_a_process_that_dies_while_saving_leaves_the_last_checkpoint(
     assert found is not None and found.save == 2
 
 
+def test_what_a_killed_process_left_of_a_checkpoint_goes_with_the_next_one(tmp_path: Path) -> None:
+    left = tmp_path / ".save-00000001.4194305"  # the number of no process
+    left.mkdir()
+    (left / "state.safetensors").write_bytes(b"half of it")
+    save(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["save-00000001"]
+
+
 def made_theta(manifest: RunManifest, seed: int) -> tuple[Any, list[Tensor]]:
     model = build_model(ModelSpec(config=manifest.model.config, seed=seed))
     layout = layout_from_module(model, num_fragments=2)
