@@ -236,7 +236,8 @@ class Seeker:
                 other.is_needless = True
                 other.task.cancel()
         dial.is_up = True
-        self._is_up, self._at = True, (peer, dial.place[1])
+        dial.place = self._at = (peer, dial.place[1])
+        self._is_up = True
         self._donors.found_at(dial.place[1])
 
     def welcomed_by(self, peer: PeerId) -> None:

@@ -40,6 +40,8 @@ class Peer:
         self.roster: list[tuple[PeerId, str]] = []
         self.directory: list[tuple[PeerId | None, str]] = []
         self.answers: dict[str, asyncio.Future[str] | Exception] = {}
+        self.who: dict[str, PeerId] = {}
+        """Who turns out to be there, if no peer was named."""
         self.slow: dict[str, asyncio.Event] = {}
         """Until then a dial there goes on."""
         self.dialed: list[str] = []
@@ -94,7 +96,7 @@ class Peer:
         answer = self.answers.get(url, TransferError("nobody is there"))
         if isinstance(answer, Exception):
             raise answer
-        up(peer or EVE)
+        up(peer or self.who.get(url, EVE))
         return await asyncio.shield(answer)
 
     def do(self, peer: PeerId | None, address: str = "") -> None:
@@ -249,6 +251,19 @@ def test_only_a_refusal_by_the_run_is_final(monkeypatch: pytest.MonkeyPatch) -> 
         number = len(it.dialed)
         await asyncio.sleep(0.1)
         assert len(it.dialed) == number
+
+    with_peer(monkeypatch, talk)
+
+
+def test_a_refusal_by_whom_an_address_turned_out_to_be_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(it: Peer) -> None:
+        it.who["http://a:1"] = ANN
+        connection = it.up("http://a:1")
+        it.directory = [(None, "a:1")]
+        await it.wait_until(lambda: it.seeker.connection > 0)
+        connection.set_exception(RefusedError("another process has joined with this peer's identity"))
+        await asyncio.sleep(0.05)
+        assert it.seeker.refused is not None and it.dialed == ["a:1"]
 
     with_peer(monkeypatch, talk)
 
