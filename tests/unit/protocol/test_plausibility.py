@@ -211,7 +211,8 @@ def test_learners_that_stall_for_a_moment_cost_nobody_credit() -> None:
     step = it.now // 100 + 1
     for peer in (ANN, BEN):
         it.hear(replace(progress(step, 40_000_000), tokens=PER_STEP * step), peer)
-    it.now += 4_000
+    it.now += 10_000
+    it.hear(replace(progress(it.now // 100), tokens=PER_STEP * (it.now // 100)), CYD)
     trained = 3_000 * PER_STEP
     merge = it.merge(asked, tokens=trained, tokens_unmerged=trained, steps=3_000)
     assert {each.peer: each.tokens_unmerged for each in committed(it.merged(merge)).participants}[CYD] == trained
