@@ -38,7 +38,7 @@ from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.merger import MergeError, MergeOutcome, OuterState
 from geo_diloco.runtime.snapshots import SnapshotShelf
 from geo_diloco.runtime.store import BlobStore, blob_ref
-from geo_diloco.runtime.wire import Signed, seal_entry
+from geo_diloco.runtime.wire import Signed, pack_line, seal_entry
 
 ANNOUNCED_KEPT = 64
 DISK_RETRY_S = 1.0
@@ -47,8 +47,8 @@ DISK_RETRY_S = 1.0
 class Broadcast(Protocol):
     """Whoever holds the control connections."""
 
-    def broadcast(self, text: str) -> None:
-        """Send a line to every connected peer."""
+    def broadcast(self, line: str | bytes) -> None:
+        """Send a line, as it is or packed, to every connected peer."""
 
 
 def _nothing(entry: Entry) -> None:
@@ -81,7 +81,8 @@ class Serving:
         self._p = parts
         self._on_sealed = on_sealed
         self._accepted: dict[Digest, BlobRef] = {}
-        self._sealed: OrderedDict[Seq, Signed] = OrderedDict()
+        self._sealed: OrderedDict[Seq, str | bytes] = OrderedDict()
+        """As sent to everybody."""
         self._updates: set[Digest] = set()
         """Made here, on the chain or about to be."""
         self._merged: set[Digest] = set()
@@ -106,16 +107,20 @@ class Serving:
 
     async def _seal(self, effect: Seal) -> None:
         p = self._p
-        signed = seal_entry(effect.entry, p.identity)
+        signed, line = await asyncio.to_thread(self._sign, effect.entry)  # tens of ms with a thousand participants
         await self._append(signed, effect.entry)
         if p.keep_contributions:
             self._keep_merged(effect.entry)
         await p.worker.call(self._advance, effect.entry)
-        self._sealed[effect.entry.header.seq] = signed
+        self._sealed[effect.entry.header.seq] = line
         if len(self._sealed) > ANNOUNCED_KEPT:
             self._sealed.popitem(last=False)
         self._on_sealed(effect.entry)
         p.driver.feed(Sealed(effect.entry.header.term, effect.entry.header.seq, signed.digest))
+
+    def _sign(self, entry: Entry) -> tuple[Signed, str | bytes]:
+        signed = seal_entry(entry, self._p.identity)
+        return signed, pack_line(signed.to_line())
 
     async def _append(self, signed: Signed, entry: Entry) -> None:
         """On disk, however long that takes: a full disk holds the run up, visibly, and doesn't end it."""
@@ -134,9 +139,9 @@ class Serving:
             self._p.outer.commit(entry.fragment, entry.version)
 
     def _announce(self, effect: Announce) -> None:
-        signed = self._sealed.get(effect.seq)
-        if signed is not None:
-            self._p.links.broadcast(signed.to_line())
+        line = self._sealed.get(effect.seq)
+        if line is not None:
+            self._p.links.broadcast(line)
 
     # ---- contributions
 

@@ -66,6 +66,9 @@ class Link:
     def send(self, text: str) -> None:
         self.said.append(text)
 
+    def send_sealed(self, seal: Callable[[], str]) -> None:
+        self.said.append(seal())
+
     def close(self, reason: str, *, code: int = 0) -> None:
         self.close_reason = reason
         self._closing.set()
