@@ -35,8 +35,12 @@ SETTLE_ROUNDS = 2
 def measure_crowd(*, num_learners: int, seconds: float, step_s: float, say: Callable[[str], None]) -> dict[str, Any]:
     """One row of `bench syncer`: keys end in their units. Raises ConfigError if there can't be so many."""
     _check_room(num_learners)
-    with tempfile.TemporaryDirectory(prefix="geo-diloco-bench-") as folder, Children(Path(folder)) as children:
-        crowd = _Crowd(children, Path(folder), num_learners, step_s)
+    with (
+        tempfile.TemporaryDirectory(prefix="geo-diloco-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="geo-diloco-bench-", dir=_memory()) as learners,
+        Children(Path(folder)) as children,
+    ):
+        crowd = _Crowd(children, Path(folder), Path(learners), num_learners, step_s)
         crowd.found()
         say(f"the founder serves at {crowd.url}; {num_learners} learners join it")
         crowd.join(say)
@@ -81,9 +85,10 @@ class _Look:
 
 
 class _Crowd:
-    def __init__(self, children: Children, folder: Path, num_learners: int, step_s: float) -> None:
+    def __init__(self, children: Children, folder: Path, learners: Path, num_learners: int, step_s: float) -> None:
         self._children = children
         self._folder = folder
+        self._learners = learners
         self._num_learners = num_learners
         self._step_s = step_s
         self._drivers: list[Child] = []
@@ -103,7 +108,7 @@ class _Crowd:
     def join(self, say: Callable[[str], None]) -> None:
         for number, begin in enumerate(range(0, self._num_learners, LEARNERS_PER_PROCESS)):
             most = min(LEARNERS_PER_PROCESS, self._num_learners - begin)
-            where = ("--from", f"127.0.0.{2 + number}", "--folder", str(self._folder / f"learners-{number}"))
+            where = ("--from", f"127.0.0.{2 + number}", "--folder", str(self._learners / str(number)))
             how = ("--learners", str(most), "--step-s", str(self._step_s))
             name = f"learners-{number}"
             child = self._children.start(name, "bench", "crowd-learners", self.url, self._run, *where, *how)
@@ -163,6 +168,11 @@ class _Crowd:
             "bytes_from_learner_s": (end.total("control_out") - begin.total("control_out")) / learner_s,
             "driver_late_s": max(each["late_s"] for each in end.drivers),
         }
+
+
+def _memory() -> str | None:
+    """Where learners keep their blobs: each has a disk of its own, which must not be the syncer's."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def _manifest(num_learners: int) -> Any:

@@ -352,6 +352,9 @@ class ReachableNode:
         announced = None if self._serving is None else self._serving.accepts(digest)
         return announced or (None if self._station is None else self._station.following.accepts(digest))
 
+    def must_last(self, digest: Digest) -> bool:
+        return self._station is None or self._station.following.accepts(digest) is not None
+
     def blob_arrived(self, ref: BlobRef) -> None:
         if self._serving is not None and self._station is not None:
             self._serving.blob_arrived(ref)

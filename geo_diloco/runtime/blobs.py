@@ -52,16 +52,19 @@ class BlobDoor:
         store: BlobStore,
         *,
         accepts: Callable[[Digest], BlobRef | None],
+        must_last: Callable[[Digest], bool],
         arrived: Callable[[BlobRef], None],
         why_not: Callable[[], str],
         counters: ByteCounters,
         lanes: Lanes,
         turns: Turns,
     ) -> None:
-        """`accepts`: the announced blob of a digest, if its bytes may come now; `arrived` is told of a complete one;
-        `why_not`: why blobs are not given to others now, empty if they are. Every request takes a turn."""
+        """`accepts`: the announced blob of a digest, if its bytes may come now; `must_last`: whether it has to outlive
+        a crash of the machine; `arrived` is told of a complete one; `why_not`: why blobs are not given to others now,
+        empty if they are. Every request takes a turn."""
         self._store = store
         self._accepts = accepts
+        self._must_last = must_last
         self._arrived = arrived
         self._why_not = why_not
         self._counters = counters
@@ -195,7 +198,8 @@ class BlobDoor:
         for i, offset, part, is_last in by_piece(ref.size, at, chunk):
             with _not_taken():
                 if is_last:  # hashed and written now, which is no work for the event loop
-                    await asyncio.to_thread(self._store.append_piece, ref, i, offset, part)
+                    syncs = self._must_last(ref.digest)
+                    await asyncio.to_thread(self._store.append_piece, ref, i, offset, part, syncs=syncs)
                 else:
                     self._store.append_piece(ref, i, offset, part)
 

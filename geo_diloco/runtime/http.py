@@ -79,6 +79,10 @@ class ServerPort(Protocol):
     def accepts(self, digest: Digest) -> BlobRef | None:
         """The announced blob of that digest, if its bytes may come now."""
 
+    def must_last(self, digest: Digest) -> bool:
+        """Whether an announced blob has to outlive a crash of the machine: an update has to, and is waited for on the
+        disk. What a learner hands in it has itself, and hands in again."""
+
     def blob_arrived(self, ref: BlobRef) -> None:
         """It is complete. May be said more than once."""
 
@@ -121,6 +125,7 @@ class HttpServer:
         self._blobs = BlobDoor(
             store,
             accepts=lambda digest: self._port.accepts(digest),
+            must_last=lambda digest: self._port.must_last(digest),
             arrived=lambda ref: self._port.blob_arrived(ref),
             why_not=lambda: self._port.why_no_mirror(),
             counters=self.counters,

@@ -90,6 +90,8 @@ class Serving:
         if parts.keep_contributions:
             for _, entry in parts.chain.entries():
                 self._keep_merged(entry)
+        self._to_delete: dict[Digest, BlobRef] = {}
+        """Forgotten, and still on the disk or just being deleted."""
         self._to_check: deque[CheckContribution] = deque()
         self._is_checking = False
 
@@ -151,7 +153,7 @@ class Serving:
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         """The announced blob of that digest, if its pieces may come."""
-        return self._accepted.get(digest)
+        return None if digest in self._to_delete else self._accepted.get(digest)
 
     def blob_arrived(self, blob: BlobRef) -> None:
         """Every piece of it is here; said by the HTTP side, possibly more than once."""
@@ -160,17 +162,37 @@ class Serving:
 
     def _accept(self, effect: AcceptBlob) -> None:
         self._accepted[effect.blob.digest] = effect.blob
-        if self._p.store.has(effect.blob):
+        if effect.blob.digest not in self._to_delete and self._p.store.has(effect.blob):
             self._p.driver.feed(BlobArrived(effect.blob))
 
     def _forget(self, effect: ForgetBlob) -> None:
+        """A commit lets go of a thousand at once, and each takes the disk a while."""
         self._accepted.pop(effect.blob.digest, None)
         if effect.blob.digest in self._merged or self._is_ours(effect.blob):
             return
-        try:
-            self._p.store.delete(effect.blob)
-        except BlobError as exc:
-            self._p.log.note("blob", f"not deleted: {exc}", level="warning")
+        if not self._to_delete:
+            self._p.driver.start(self._delete_all(), name="forget")
+        self._to_delete[effect.blob.digest] = effect.blob
+
+    async def _delete_all(self) -> None:
+        while batch := list(self._to_delete.values()):
+            gone = [blob for blob in batch if blob.digest not in self._accepted]
+            await asyncio.to_thread(self._delete, gone)
+            for blob in batch:
+                is_wanted = blob.digest in self._accepted
+                if is_wanted or blob in gone:
+                    del self._to_delete[blob.digest]
+                if is_wanted and self._p.store.has(blob):
+                    self._p.driver.feed(BlobArrived(blob))
+
+    def _delete(self, blobs: list[BlobRef]) -> None:
+        for blob in blobs:
+            if self._is_ours(blob):  # it may have become that meanwhile
+                continue
+            try:
+                self._p.store.delete(blob)
+            except BlobError as exc:
+                self._p.log.note("blob", f"not deleted: {exc}", level="warning")
 
     def _is_ours(self, blob: BlobRef) -> bool:
         """A contribution that names a blob of ours (anybody may) must not take it along when it goes."""
