@@ -153,7 +153,7 @@ def syncer(
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds of steady rounds, once all have joined. [default: 60; or 20]")
     ] = 0.0,
-    step_s: Annotated[float, typer.Option(min=0.1, help="A learner's inner step. A round is due every six.")] = 1.0,
+    step_s: Annotated[float, typer.Option(min=0.1, help="A learner's inner step. A round is due every six.")] = 2.0,
     core_only: Annotated[
         bool,
         typer.Option("--core-only", help="Its decisions alone, in simulated runs; defaults are then the second ones."),

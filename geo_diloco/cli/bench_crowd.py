@@ -150,6 +150,7 @@ class _Crowd:
         return {
             "learners": self._num_learners,
             "welcome": int(end.total("welcome")),
+            "links_ended": int(end.total("ended") - begin.total("ended")),
             "step_s": self._step_s,
             "lag_ms_p50": at_most(late, 0.5),
             "lag_ms_p99": at_most(late, 0.99),

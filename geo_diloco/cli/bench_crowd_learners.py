@@ -14,7 +14,7 @@ import random
 import resource
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -62,7 +62,7 @@ from geo_diloco.runtime.donor import Donors
 from geo_diloco.runtime.driver import Driver
 from geo_diloco.runtime.following import Backoff
 from geo_diloco.runtime.identity import Identity
-from geo_diloco.runtime.links import Links, Sealer
+from geo_diloco.runtime.links import NONCE, Links, Sealer
 from geo_diloco.runtime.proof import PROOF_ENTRIES_MAX, check_snapshot, read_proof
 from geo_diloco.runtime.session import (
     ByteCounters,
@@ -98,6 +98,8 @@ class Crowd:
     step_s: float
     log: EventLog = field(default_factory=lambda: EventLog(level="error"))
     counters: ByteCounters = field(default_factory=ByteCounters)
+    endings: Counter[str] = field(default_factory=Counter)
+    """Of connections, and of tries to make one."""
     dialing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(DIALS_AT_ONCE))
 
 
@@ -170,14 +172,14 @@ class CrowdLearner:
         self._donors.found_at(crowd.url)
         while True:
             try:
-                await self._connected()
+                crowd.endings[await self._connected()] += 1
             except (TransferError, RemoteProtocolError) as exc:
-                crowd.log.note("link", str(exc))
+                crowd.endings[NONCE.sub("", str(exc))] += 1
             self.is_welcome = False
             await backoff.wait()
 
-    async def _connected(self) -> None:
-        """Until the connection ends. So many are dialed at once."""
+    async def _connected(self) -> str:
+        """Until the connection ends; why. So many are dialed at once."""
         crowd, up = self._crowd, asyncio.Event()
         async with crowd.dialing:
             talking = asyncio.ensure_future(
@@ -186,7 +188,7 @@ class CrowdLearner:
             waiting = asyncio.ensure_future(up.wait())
             await asyncio.wait({talking, waiting}, return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
-        await talking
+        return await talking
 
     # ---- the chain
 
@@ -344,5 +346,7 @@ def _state(crowd: Crowd, learners: Sequence[CrowdLearner]) -> dict[str, Any]:
         "control_out": crowd.counters.control_out,
         "bulk_in": crowd.counters.bulk_in,
         "bulk_out": crowd.counters.bulk_out,
+        "ended": crowd.endings.total(),
+        "endings": dict(crowd.endings.most_common(3)),
         "cpu_s": usage.ru_utime + usage.ru_stime,
     }

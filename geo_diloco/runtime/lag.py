@@ -3,8 +3,8 @@
 Everything that a peer does with others goes through one loop, so a step of it that takes long holds up all of them.
 A probe sleeps for a moment, over and over, and sees how much later it wakes up. While the loop stands still for a
 second it can't be asked 50 times, so the questions that fell into that second are counted as if they had been. Two
-counts are kept: how late it was, and for how much of that this process was computing, which it has itself to blame for;
-the rest of it others had the processor. Counts only grow: what lies between two looks is what happened in between.
+counts are kept: how late it was, and for what share of that this process was computing, which it has itself to blame
+for; the rest of it others had the processor. Counts only grow: what lies between two looks is what happened in between.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class LagProbe:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            wanted_at, computed_s = loop.time() + EVERY_S, time.process_time()
+            began_at, computed_s = loop.time(), time.process_time()
             await asyncio.sleep(EVERY_S)
-            self.note(loop.time() - wanted_at, time.process_time() - computed_s)
+            passed_s = loop.time() - began_at
+            late_s = passed_s - EVERY_S
+            self.note(late_s, late_s * min(1.0, (time.process_time() - computed_s) / passed_s))
 
     def note(self, late_s: float, busy_s: float) -> None:
         """It woke up that late, having computed for so long. Whoever asked meanwhile waited for the rest of that."""
