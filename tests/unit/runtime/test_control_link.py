@@ -21,6 +21,7 @@ from geo_diloco.runtime.control import ControlLink, connect_control
 from geo_diloco.runtime.identity import Identity, admission_proof, proof_is_valid
 from geo_diloco.runtime.session import make_session
 from geo_diloco.runtime.store import BlobStore
+from geo_diloco.runtime.turns import Turns
 from geo_diloco.runtime.wire import (
     MESSAGE_LINE_BYTES_MAX,
     Signed,
@@ -132,6 +133,35 @@ def test_packed_noise_closes_the_link_with_a_reason(
             link.send(made(link))
             assert reason in await wait_over(link)
         assert len(it.port.heard) == 1 and not it.port.entries_heard
+
+    with_server(tmp_path, talk)
+
+
+def test_whatever_a_server_hears_says_and_serves_takes_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CountedTurns(Turns):
+        taken = 0
+
+        async def take(self) -> None:
+            CountedTurns.taken += 1
+            await super().take()
+
+    monkeypatch.setattr(http, "Turns", CountedTurns)
+
+    async def talk(it: Served) -> None:
+        async with connect_control(it.session, it.url, ME, RUN) as link:
+            assert CountedTurns.taken == 1, "the greeting"
+            link.send(sealed(link, hello()))
+            await it.port.wait_until(lambda: len(it.port.heard) == 1)
+            assert CountedTurns.taken == 2
+            theirs = it.port.links[0]
+            theirs.send(sealed(theirs, Goodbye(reason=""), identity=it.identity))
+            theirs.send(pack_line(seal_entry(long_commit(it.identity.peer_id), it.identity).to_line()))
+            await anext(link), await anext(link)
+            assert CountedTurns.taken == 4
+            ref = it.store.put(b"a blob")
+            async with it.session.get(f"{it.url}/v1/blobs/{ref.digest}/0") as response:
+                assert await response.read() == b"a blob"
+            assert CountedTurns.taken == 5
 
     with_server(tmp_path, talk)
 
