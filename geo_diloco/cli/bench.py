@@ -149,7 +149,9 @@ def merge(
 
 @app.command()
 def syncer(
-    learners: Annotated[str, typer.Option(help="Numbers of learners. [default: 1000; or 100,300,1000]")] = "",
+    learners: Annotated[
+        str | None, typer.Option(help="Numbers of learners. [default: 1000; or 100,300,1000]", show_default=False)
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds of steady rounds, once all have joined. [default: 60; or 20]")
     ] = 0.0,
@@ -164,13 +166,13 @@ def syncer(
     if core_only:
         from geo_diloco.cli.bench_syncer import measure_syncer
 
-        numbers = _numbers(learners or "100,300,1000")
+        numbers = _numbers("100,300,1000" if learners is None else learners)
         return _print(measure_syncer(num_learners=numbers, seconds=seconds or 20.0, say=typer.echo), as_json=as_json)
     from geo_diloco.cli.bench_crowd import measure_crowd
 
     rows = [
         measure_crowd(num_learners=number, seconds=seconds or 60.0, step_s=step_s, say=typer.echo)
-        for number in _numbers(learners or "1000")
+        for number in _numbers("1000" if learners is None else learners)
     ]
     _print({"seconds": seconds or 60.0, "rows": rows}, as_json=as_json)
 

@@ -41,6 +41,8 @@ from geo_diloco.runtime.store import BlobStore, blob_ref
 from geo_diloco.runtime.wire import Signed, pack_line, seal_entry
 
 ANNOUNCED_KEPT = 64
+CHECKED_AT_ONCE = 16
+"""Contributions. Each way to the worker thread and back waits for both threads to get a processor."""
 DISK_RETRY_S = 1.0
 
 
@@ -200,7 +202,7 @@ class Serving:
         return blob.digest in self._updates or blob.digest in p.chain.updates or blob.digest in p.snapshots.named
 
     def _check_soon(self, effect: CheckContribution) -> None:
-        """One at a time: however many arrive at once, they are one job."""
+        """However many arrive at once, they are one job."""
         self._to_check.append(effect)
         if not self._is_checking:
             self._is_checking = True
@@ -208,23 +210,23 @@ class Serving:
 
     async def _check_all(self) -> None:
         while self._to_check:
-            await self._check(self._to_check.popleft())
+            await self._check([self._to_check.popleft() for _ in range(min(CHECKED_AT_ONCE, len(self._to_check)))])
         self._is_checking = False
 
-    async def _check(self, effect: CheckContribution) -> None:
+    async def _check(self, effects: list[CheckContribution]) -> None:
         p, codecs = self._p, self._p.driver.core.codecs_up
 
-        def check() -> ContributionChecked:
+        def check(effect: CheckContribution) -> ContributionChecked:
             try:
                 frame = p.store.get(effect.blob)
             except BlobError as exc:
                 return ContributionChecked(effect.id, False, str(exc), 0.0)
             return p.outer.check(effect, frame, codecs)
 
-        event = await p.worker.call(check)
-        p.counters.up_bytes += effect.blob.size
-        p.counters.up_params += p.outer.layout.num_elements[effect.id.fragment]
-        p.driver.feed(event)
+        for event in await p.worker.call(lambda: [check(effect) for effect in effects]):
+            p.counters.up_params += p.outer.layout.num_elements[event.id.fragment]
+            p.driver.feed(event)
+        p.counters.up_bytes += sum(effect.blob.size for effect in effects)
 
     async def _merge(self, effect: Merge) -> None:
         p = self._p
