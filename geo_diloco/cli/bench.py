@@ -149,17 +149,69 @@ def merge(
 
 @app.command()
 def syncer(
-    learners: Annotated[str, typer.Option(help="Numbers of learners, the first being what others are compared to.")] = (
-        "100,300,1000"
-    ),
-    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds, after everybody has joined.")] = 20.0,
+    learners: Annotated[
+        str | None, typer.Option(help="Numbers of learners. [default: 1000; or 100,300,1000]", show_default=False)
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of steady rounds, once all have joined. [default: 60; or 20]")
+    ] = 0.0,
+    step_s: Annotated[float, typer.Option(min=0.1, help="A learner's inner step. A round is due every six.")] = 2.0,
+    core_only: Annotated[
+        bool,
+        typer.Option("--core-only", help="Its decisions alone, in simulated runs; defaults are then the second ones."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """CPU of the syncer's own decisions per learner and second, against the same with the fewest learners."""
-    from geo_diloco.cli.bench_syncer import measure_syncer
+    """How a syncer bears many learners: lag of its event loop, memory, CPU and bytes, with real connections."""
+    if core_only:
+        from geo_diloco.cli.bench_syncer import measure_syncer
 
-    result = measure_syncer(num_learners=_numbers(learners), seconds=seconds, say=typer.echo)
-    _print(result, as_json=as_json)
+        numbers = _numbers("100,300,1000" if learners is None else learners)
+        return _print(measure_syncer(num_learners=numbers, seconds=seconds or 20.0, say=typer.echo), as_json=as_json)
+    from geo_diloco.cli.bench_crowd import measure_crowd
+
+    rows = [
+        measure_crowd(num_learners=number, seconds=seconds or 60.0, step_s=step_s, say=typer.echo)
+        for number in _numbers("1000" if learners is None else learners)
+    ]
+    _print({"seconds": seconds or 60.0, "rows": rows}, as_json=as_json)
+
+
+@app.command()
+def donor(
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of windows, with and without a joiner.")] = 5,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Length of a window.")] = 10.0,
+    rate: Annotated[str, typer.Option(help="The joiner's line.", metavar="RATE")] = "100mbit",
+    as_json: AsJson = False,
+) -> None:
+    """Inner steps per second of a machine whose standby gives its state to a joiner, against the same without."""
+    from geo_diloco.cli.bench_donor import measure_donor
+
+    _print(measure_donor(num_pairs=pairs, seconds=seconds, rate=rate, say=typer.echo), as_json=as_json)
+
+
+@app.command(name="donor-joiner", hidden=True)
+def donor_joiner(url: str, rate: Annotated[str, typer.Option()]) -> None:
+    """The joiner of `donor`, in a process of its own."""
+    from geo_diloco.cli.bench_donor import fetch_for_ever
+
+    fetch_for_ever(url, rate)
+
+
+@app.command(name="crowd-learners", hidden=True)
+def crowd_learners(
+    url: str,
+    run: str,
+    learners: Annotated[int, typer.Option()],
+    step_s: Annotated[float, typer.Option()],
+    dial_from: Annotated[str, typer.Option("--from")],
+    folder: Annotated[Path, typer.Option()],
+) -> None:
+    """Learners of `syncer`, in a process of their own."""
+    from geo_diloco.cli.bench_crowd_learners import run_learners
+    from geo_diloco.manifest import RunId
+
+    run_learners(url=url, run=RunId(run), num_learners=learners, step_s=step_s, dial_from=dial_from, folder=folder)
 
 
 def _numbers(text: str) -> list[int]:
@@ -175,6 +227,8 @@ def _print(result: dict[str, Any], *, as_json: bool) -> None:
             typer.echo(f"{key:>28}  {value:.4g}" if isinstance(value, float) else f"{key:>28}  {value}")
     if result.get("rows") and "codec" in result["rows"][0]:
         _print_rows(result["rows"])
+    for row in result.get("rows", ()) if "lag_ms_p99" in result.get("rows", [{}])[0] else ():
+        _print(row, as_json=False)
     if as_json:
         typer.echo(json.dumps(result))
 

@@ -81,6 +81,11 @@ def _founder(folder: Path) -> Iterator[str]:
         children.end([founder], signal.SIGTERM, limit_s=10.0)
 
 
+def window_alone(seconds: float) -> dict[str, float]:
+    """One window of training without a run, in a process of its own."""
+    return _window(seconds, "", Path())
+
+
 def _window(seconds: float, invite: str, run_dir: Path) -> dict[str, float]:
     command = [sys.executable, "-P", "-m", "geo_diloco", "bench", "overhead-window", str(seconds)]
     if invite:

@@ -1,8 +1,9 @@
 """What a syncer costs by itself, and how that grows with the learners: its production core in simulated runs.
 
 The learners and the world around them are simulated in the same process; only what is spent inside the syncer's
-`Peer.handle` counts. What is seen over the wire is what the core asks to be sent, as the real shell would sign it; the
-bytes of deltas and updates are not in it, and no time for signing, sockets or merging.
+`Peer.handle` counts. What is seen over the wire is what the core asks to be sent, as the real shell would sign and pack
+it; the bytes of deltas and updates are not in it, and no time for signing, sockets or merging: those are in
+`bench_crowd.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from geo_diloco.protocol.events import Event, Received
 from geo_diloco.protocol.messages import Entry, Envelope, Hello, Message
 from geo_diloco.protocol.peer import Peer
 from geo_diloco.runtime.identity import Identity
-from geo_diloco.runtime.wire import seal_entry, seal_envelope
+from geo_diloco.runtime.wire import pack_line, seal_entry, seal_envelope
 from geo_diloco.sim.fakes import RUN
 from geo_diloco.sim.plans import FOUNDER, Plan, learners
 from geo_diloco.sim.process import Process
@@ -148,7 +149,7 @@ class Traffic(Watch):
 
 
 class Sizes:
-    """Bytes of messages and entries as they are sent: signed, a line of JSON each."""
+    """Bytes of messages and entries as they are sent: signed, a line of JSON each, a long one packed."""
 
     def __init__(self) -> None:
         self.sealed: Entry | None = None
@@ -184,7 +185,7 @@ class Sizes:
     def entry(self) -> int:
         """Of the newest."""
         assert self.sealed is not None
-        return len(seal_entry(self.sealed, self._identity).to_line())
+        return len(pack_line(seal_entry(self.sealed, self._identity).to_line()))
 
 
 def size_of(thing: object) -> int:

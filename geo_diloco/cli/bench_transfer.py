@@ -96,6 +96,9 @@ class _Port:
     def accepts(self, digest: Digest) -> BlobRef | None:
         return self.announced.get(digest)
 
+    def must_last(self, digest: Digest) -> bool:
+        return True
+
     def blob_arrived(self, ref: BlobRef) -> None:
         """Nobody waits for it."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from geo_diloco.config import PeerConfig, manifest_from_bytes
 from geo_diloco.errors import (
@@ -30,6 +31,7 @@ from geo_diloco.manifest import Digest, RunId, RunManifest
 from geo_diloco.node.addresses import directory_addresses
 from geo_diloco.node.carrying import bulk_of
 from geo_diloco.node.contacting import ContactBook, Introduction, first_answer, first_introduction
+from geo_diloco.node.gathering import Gathering, begun_snapshot, blobs_of, goes_on_with
 from geo_diloco.node.rundir import RunDir, joined_snapshot
 from geo_diloco.numerics.fragments import Layout
 from geo_diloco.observability import EventLog
@@ -45,8 +47,8 @@ from geo_diloco.runtime.following import Backoff
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.proof import PROOF_ENTRIES_MAX, check_snapshot, read_proof
-from geo_diloco.runtime.records import PeerRecord, by_claim
+from geo_diloco.runtime.proof import PROOF_ENTRIES_MAX, Authority, check_snapshot, read_proof
+from geo_diloco.runtime.records import SERVES_BLOBS, PeerRecord, by_claim
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.session import (
     ByteCounters,
@@ -56,10 +58,9 @@ from geo_diloco.runtime.session import (
     fetch_proof,
     fetch_snapshot,
 )
-from geo_diloco.runtime.snapshots import load_snapshot, loaded_from
+from geo_diloco.runtime.snapshots import load_snapshot, loaded_from, snapshots_in
 from geo_diloco.runtime.store import BlobStore, ChainStore
-from geo_diloco.runtime.transfer import Source, fetch_blob
-from geo_diloco.runtime.wire import open_snapshot, url_from_address
+from geo_diloco.runtime.wire import Signed, open_snapshot, url_from_address
 
 CLAIMS_MAX = 64
 HEAD_START_S = 3.0
@@ -261,15 +262,70 @@ async def _catch_up_from(
     signed = await fetch_snapshot(session, url, counters=counters)
     if signed is None:
         raise TransferError("the syncer has no snapshot yet")
-    snapshot = open_snapshot(signed)
-    check_snapshot(signed, snapshot, authority)
+    check_snapshot(signed, snapshot := open_snapshot(signed), authority)
     _check_sizes(snapshot, outer.layout)
-    for blob in [*snapshot.theta, *(snapshot.momentum if outer.with_momentum else ())]:
-        if not store.has(blob):
-            await fetch_blob(lobby.bulk, [Source(url)], blob, store)
+    serves = snapshot.opened.syncer
+    others = await _donors(lobby, snapshot)
+    gathering = Gathering(lobby.bulk, store, syncer=url, others=others, log=lobby.log)
+    signed, snapshot = await _gather(lobby, gathering, (signed, snapshot), authority, outer, store)
     await worker.call(load_snapshot, snapshot, outer, store.get)
     atomic_write(lobby.run_dir.joined, signed.to_line().encode())
-    return Position(outer, loaded_from(snapshot, whole_chain=whole_chain), (signed.signer, url))
+    lobby.run_dir.joining.unlink(missing_ok=True)
+    return Position(outer, loaded_from(snapshot, whole_chain=whole_chain), (serves, url))
+
+
+async def _gather(
+    lobby: Lobby,
+    gathering: Gathering,
+    newest: tuple[Signed, Snapshot],
+    authority: Authority,
+    outer: OuterState,
+    store: BlobStore,
+) -> tuple[Signed, Snapshot]:
+    """A snapshot whose blobs are here: the one begun, if that is less to fetch and can be had, or the newest."""
+    with_momentum, file = outer.with_momentum, lobby.run_dir.joining
+    begun = _begun(file, authority, outer.layout)
+    if begun is not None and await asyncio.to_thread(
+        goes_on_with, begun[1], newest[1], store, with_momentum=with_momentum
+    ):
+        try:
+            await gathering.fetch(blobs_of(begun[1], with_momentum=with_momentum))
+            return begun
+        except TransferError as exc:
+            lobby.log.note("join", f"the snapshot that was begun can't be had any more, taking a newer one: {exc}")
+    atomic_write(file, newest[0].to_line().encode())
+    await gathering.fetch(blobs_of(newest[1], with_momentum=with_momentum))
+    return newest
+
+
+def _begun(file: Path, authority: Authority, layout: Layout) -> tuple[Signed, Snapshot] | None:
+    signed = begun_snapshot(file)
+    if signed is None:
+        return None
+    try:
+        snapshot = open_snapshot(signed)
+        check_snapshot(signed, snapshot, authority)
+        _check_sizes(snapshot, layout)
+    except RemoteProtocolError:
+        return None
+    return signed, snapshot
+
+
+async def _donors(lobby: Lobby, snapshot: Snapshot) -> list[str]:
+    """Where its blobs may be beside the syncer: at whom the directory names, or the roster."""
+    records: list[PeerRecord] = []
+    with suppress(DirectoryError, TimeoutError):
+        async with asyncio.timeout(HEAD_START_S):
+            records = await lobby.directory.find(lobby.invite.run)
+    gives_none = {record.peer for record in records if record.roles and not SERVES_BLOBS & set(record.roles)}
+    named = [(record.peer, record.address) for record in by_claim(records)]
+    named += [(elector.peer, elector.address) for elector in snapshot.roster]
+    urls: list[str] = []
+    for peer, address in named:
+        with suppress(RemoteProtocolError):
+            if address and peer not in gives_none | {lobby.identity.peer_id}:
+                urls.append(url_from_address(address, peer=peer))
+    return urls
 
 
 async def check_same_layout(
@@ -302,7 +358,20 @@ def _check_sizes(snapshot: Snapshot, layout: Layout) -> None:
 def joined_blobs(run_dir: RunDir) -> set[Digest]:
     """Digests of the snapshot that this peer joined with."""
     snapshot = joined_snapshot(run_dir)
-    return set() if snapshot is None else {blob.digest for blob in (*snapshot.theta, *snapshot.momentum)}
+    return set() if snapshot is None else _digests(snapshot)
+
+
+def blobs_at_hand(run_dir: RunDir) -> set[Digest]:
+    """What this peer need not fetch again: of snapshots of its own, and of a join that broke off."""
+    signed = begun_snapshot(run_dir.joining)
+    found = {digest for snapshot in snapshots_in(run_dir.state) for digest in _digests(snapshot)}
+    with suppress(RemoteProtocolError):
+        found |= set() if signed is None else _digests(open_snapshot(signed))
+    return found
+
+
+def _digests(snapshot: Snapshot) -> set[Digest]:
+    return {blob.digest for blob in (*snapshot.theta, *snapshot.momentum)}
 
 
 def chain_of(run_dir: RunDir, run: RunId) -> ChainCopy:

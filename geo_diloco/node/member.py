@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,15 @@ from torch import Tensor
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import DigestMismatch, RefusedError, RunDirError, TapeError
 from geo_diloco.manifest import FragmentId, Seq
-from geo_diloco.node.joining import Lobby, Position, catch_up, chain_of, check_same_layout, joined_blobs
+from geo_diloco.node.joining import (
+    Lobby,
+    Position,
+    blobs_at_hand,
+    catch_up,
+    chain_of,
+    check_same_layout,
+    joined_blobs,
+)
 from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.learning import Learning, LearningParts, blobs_to_keep
 from geo_diloco.node.machine import hello_facts
@@ -27,11 +35,12 @@ from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts, d
 from geo_diloco.numerics.fragments import Layout, bytes_from_vector, fragment_digest
 from geo_diloco.protocol.effects import PersistAccounts, ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import Resumed, SnapshotLoaded
+from geo_diloco.protocol.messages import Snapshot
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Worker
 from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.snapshots import SnapshotShelf
+from geo_diloco.runtime.snapshots import SnapshotShelf, loaded_from, snapshots_in
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.tape import from_json, tokens_lost_after
 from geo_diloco.training.checkpoint import LearnerCheckpoint, load_learner
@@ -75,12 +84,17 @@ class Member:
         chain = self._chain = self._chain or chain_of(lobby.run_dir, lobby.invite.run)
         saved = load_learner(lobby.run_dir.checkpoint) if trains else None
         accounts = _accounts_of(saved)
-        self._sweep(chain, accounts)
+        kept = [] if trains else snapshots_in(lobby.run_dir.state)
+        self._sweep(chain, accounts, kept)
         outer = OuterState(layout, with_momentum=not trains, with_residual=False)
+        if not trains:
+            self._shelf = self._make_shelf(outer)
         if saved is not None and accounts is not None:
             at = accounts.resume_at
             await check_same_layout(lobby, lobby.url, at.layout_digest, at.num_elements, layout)
             position = self._resume_position(outer, saved, at)
+        elif (position_kept := await self._own_position(outer, kept)) is not None:
+            position = position_kept
         else:
             position = await catch_up(lobby, outer, self._store, self._worker, whole_chain=False)
         self._outer = position.outer
@@ -94,11 +108,35 @@ class Member:
             station.run(keeper.run(), name="snapshots")
         return Begun(theta=theta, checkpoint=saved)
 
-    def _sweep(self, chain: ChainCopy, accounts: PersistAccounts | None) -> None:
+    def _sweep(self, chain: ChainCopy, accounts: PersistAccounts | None, kept: Sequence[Snapshot]) -> None:
         """What came before the state that it goes on from is kept for a replay, and for others, while it is little."""
-        after = Seq(2**62) if accounts is None else accounts.resume_at.seq
-        updates = chain.newest_updates(UPDATES_BYTES_KEPT, after=after)
-        self._store.sweep(blobs_to_keep(updates | joined_blobs(self.lobby.run_dir), accounts))
+        run_dir = self.lobby.run_dir
+        after = [snapshot.seq for snapshot in kept] if accounts is None else [accounts.resume_at.seq]
+        updates = chain.newest_updates(UPDATES_BYTES_KEPT, after=min(after, default=Seq(2**62)))
+        self._store.sweep(blobs_to_keep(updates | joined_blobs(run_dir) | blobs_at_hand(run_dir), accounts))
+
+    def _make_shelf(self, outer: OuterState) -> SnapshotShelf:
+        lobby = self.lobby
+        lobby.run_dir.state.mkdir(exist_ok=True)
+        return SnapshotShelf(
+            lobby.run_dir.state,
+            run=lobby.invite.run,
+            outer=outer,
+            store=self._store,
+            identity=lobby.identity,
+        )
+
+    async def _own_position(self, outer: OuterState, kept: Sequence[Snapshot]) -> Position | None:
+        """Where a peer that does not train stood when it kept a snapshot last: only what came after it is fetched."""
+        if self._shelf is None or not kept:
+            return None
+        lobby = self.lobby
+        await check_same_layout(lobby, lobby.url, kept[-1].layout_digest, kept[-1].num_elements, outer.layout)
+        snapshot = await self._worker.call(self._shelf.restore)
+        if snapshot is None:
+            return None
+        lobby.log.note("resume", f"going on after entry {snapshot.seq} from this peer's own snapshot")
+        return Position(outer, loaded_from(snapshot, whole_chain=False))
 
     def _resume_position(self, outer: OuterState, saved: LearnerCheckpoint, at: SnapshotLoaded) -> Position:
         """Theta at our own anchors; the core asks for what came after."""
@@ -132,15 +170,6 @@ class Member:
 
     def _build(self, position: Position, chain: ChainCopy, *, trains: bool) -> Station:
         lobby = self.lobby
-        if not trains:
-            lobby.run_dir.state.mkdir(exist_ok=True)
-            self._shelf = SnapshotShelf(
-                lobby.run_dir.state,
-                run=lobby.invite.run,
-                outer=position.outer,
-                store=self._store,
-                identity=lobby.identity,
-            )
         parts = StationParts(
             run_dir=lobby.run_dir,
             run=lobby.invite.run,

@@ -39,6 +39,7 @@ from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.runtime.driver import Driver, Worker
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import proof_is_valid
+from geo_diloco.runtime.lag import LagProbe
 from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
@@ -76,6 +77,7 @@ class ReachableNode:
         self._heldout_at: dict[int, float] = {}
         self._disk_bytes = 0
         self._worker = Worker("fold")
+        self._lag = LagProbe()
         self._bulk = bulk_of(config, parts.run_dir)
         self._book = ContactBook(parts.run, parts.log, own=parts.run_dir.contacts, given=config.contacts)
         self._server = HttpServer(self, parts.identity, parts.store, lanes=self._bulk.lanes)
@@ -118,6 +120,7 @@ class ReachableNode:
         keeper = self._keeper = SnapshotKeeper(self.driver, self._worker, p.snapshots, log=p.log)
         self.station.run(keeper.run(), name="snapshots")
         self.station.run(self._look_after(), name="look after")
+        self.station.run(self._lag.run(), name="lag")
         await self._wait_open()
         return info_of(p, config, maddrs=self._directory.visible_maddrs, http=self._address)
 
@@ -333,6 +336,7 @@ class ReachableNode:
                 lease_ms=_left(station.core.election.lease_until(now), now),
             )
             | self._bulk_status()
+            | {"loop": self._lag.status()}
         )
 
     def _bulk_status(self) -> dict[str, Any]:
@@ -347,6 +351,9 @@ class ReachableNode:
     def accepts(self, digest: Digest) -> BlobRef | None:
         announced = None if self._serving is None else self._serving.accepts(digest)
         return announced or (None if self._station is None else self._station.following.accepts(digest))
+
+    def must_last(self, digest: Digest) -> bool:
+        return self._station is None or self._station.following.accepts(digest) is not None
 
     def blob_arrived(self, ref: BlobRef) -> None:
         if self._serving is not None and self._station is not None:

@@ -64,6 +64,11 @@ class RunDir:
         return self.root / "joined.json"
 
     @property
+    def joining(self) -> Path:
+        """The snapshot that this peer is fetching, as signed; gone once it has joined."""
+        return self.root / "joining.json"
+
+    @property
     def checkpoint(self) -> Path:
         return self.root / "checkpoint"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
 from aiohttp import web
@@ -33,11 +33,15 @@ from geo_diloco.runtime.pieces import (
 from geo_diloco.runtime.session import ByteCounters, Deadline
 from geo_diloco.runtime.spans import Span
 from geo_diloco.runtime.store import BlobStore
+from geo_diloco.runtime.turns import Turns
 
 SPAN_PIECES_MAX = 64
 """Of one request."""
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,8})-([0-9]{1,8})/([0-9]{1,8})")
 _RANGE = re.compile(r"bytes=([0-9]{1,8})-([0-9]{0,8})")
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BlobDoor:
@@ -48,29 +52,41 @@ class BlobDoor:
         store: BlobStore,
         *,
         accepts: Callable[[Digest], BlobRef | None],
+        must_last: Callable[[Digest], bool],
         arrived: Callable[[BlobRef], None],
         why_not: Callable[[], str],
         counters: ByteCounters,
         lanes: Lanes,
+        turns: Turns,
     ) -> None:
-        """`accepts`: the announced blob of a digest, if its bytes may come now; `arrived` is told of a complete one;
-        `why_not`: why blobs are not given to others now, empty if they are."""
+        """`accepts`: the announced blob of a digest, if its bytes may come now; `must_last`: whether it has to outlive
+        a crash of the machine; `arrived` is told of a complete one; `why_not`: why blobs are not given to others now,
+        empty if they are. Every request takes a turn."""
         self._store = store
         self._accepts = accepts
+        self._must_last = must_last
         self._arrived = arrived
         self._why_not = why_not
         self._counters = counters
         self._lanes = lanes
+        self._turns = turns
 
     def routes(self) -> list[web.RouteDef]:
         blob = "/v1/blobs/{digest}"
         return [
-            web.head(blob, self._status),
-            web.get(blob, self._index, allow_head=False),
-            web.put(f"{blob}/index", self._put_index),
-            web.get(f"{blob}/{{pieces}}", self._get_pieces, allow_head=False),
-            web.put(f"{blob}/{{pieces}}", self._put_pieces),
+            web.head(blob, self._in_turn(self._status)),
+            web.get(blob, self._in_turn(self._index), allow_head=False),
+            web.put(f"{blob}/index", self._in_turn(self._put_index)),
+            web.get(f"{blob}/{{pieces}}", self._in_turn(self._get_pieces), allow_head=False),
+            web.put(f"{blob}/{{pieces}}", self._in_turn(self._put_pieces)),
         ]
+
+    def _in_turn(self, handler: _Handler) -> _Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            await self._turns.take()
+            return await handler(request)
+
+        return handle
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         ref = self._readable(request)
@@ -182,7 +198,8 @@ class BlobDoor:
         for i, offset, part, is_last in by_piece(ref.size, at, chunk):
             with _not_taken():
                 if is_last:  # hashed and written now, which is no work for the event loop
-                    await asyncio.to_thread(self._store.append_piece, ref, i, offset, part)
+                    syncs = self._must_last(ref.digest)
+                    await asyncio.to_thread(self._store.append_piece, ref, i, offset, part, syncs=syncs)
                 else:
                     self._store.append_piece(ref, i, offset, part)
 

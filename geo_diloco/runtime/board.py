@@ -6,6 +6,7 @@ of one address for one blob are one line, which goes when nothing has come for a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ SHOWN_MAX = 64
 IDLE_S = 10.0
 """What others asked of us and did not go on with is over after that."""
 _RATE_S = 2.0
+_LOOK_S = 1.0
+"""Idle ones are looked for that often at most: where a thousand peers ask there are thousands of lines."""
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Board:
         self._clock = clock
         self._lines: list[Line] = []
         self._served: dict[tuple[Direction, str, str], Line] = {}
+        self._looked_at = -math.inf
 
     def begin(self, what: str, direction: Direction, total: int, *, done: int = 0) -> Line:
         """A transfer of ours; `end` it. `done`: what an earlier one had moved."""
@@ -88,7 +92,8 @@ class Board:
 
     def served(self, what: str, direction: Direction, total: int, whom: str) -> Line:
         """The line of what `whom` asks of us."""
-        self._forget_idle()
+        if self._clock() - self._looked_at >= _LOOK_S:
+            self._forget_idle()
         line = self._served.get((direction, what, whom))
         if line is None or line.done >= line.total:
             line = self._served[direction, what, whom] = Line(what, direction, total, self._clock(), {whom: None})
@@ -102,6 +107,7 @@ class Board:
         return [line.to_json(now) for line in lines[:SHOWN_MAX]]
 
     def _forget_idle(self) -> None:
-        old_at = self._clock() - IDLE_S
+        self._looked_at = self._clock()
+        old_at = self._looked_at - IDLE_S
         if any(line.at < old_at for line in self._served.values()):
             self._served = {key: line for key, line in self._served.items() if line.at >= old_at}

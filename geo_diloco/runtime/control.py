@@ -4,7 +4,9 @@ What a liar could do with a socket is undone here, so that the core hears proven
 the connection's nonce, hence an envelope is worth nothing on any other connection, for either side. An envelope must
 be of this run, for this peer, of this nonce, and by the one peer that this connection began with; anything else closes
 it with a reason. A number not above the last one is dropped. What is to be sent waits in a bounded queue: a peer that
-does not read is let go, it never holds anybody up.
+does not read is let go, it never holds anybody up. Where many connections share a loop they take turns (`turns.py`)
+for each message that is verified, or sealed and sent. Text is a signed line, a binary message one that is packed: an
+entry.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import re
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import aiohttp
@@ -27,7 +29,8 @@ from geo_diloco.protocol.messages import Envelope
 from geo_diloco.runtime.door import Allowance
 from geo_diloco.runtime.identity import Identity, is_peer_id
 from geo_diloco.runtime.session import CONNECT_S, ByteCounters, Session, asking
-from geo_diloco.runtime.wire import LINE_BYTES_MAX, Signed, open_envelope
+from geo_diloco.runtime.turns import Turns
+from geo_diloco.runtime.wire import LINE_BYTES_MAX, MESSAGE_LINE_BYTES_MAX, Signed, open_envelope, unpack_line
 
 HEARTBEAT_S = 10.0
 SEND_STALL_S = 30.0
@@ -53,6 +56,7 @@ _PASS = '{{"proof":"{}"}}'
 _PASS_FORM = re.compile(r'\{"proof":"([0-9a-f]{64})"\}')
 
 _Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+_Outgoing = str | bytes | Callable[[], str]
 
 
 class ControlLink:
@@ -72,8 +76,9 @@ class ControlLink:
         nonce: str,
         counters: ByteCounters,
         allowance: Allowance | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """`allowance`: how fast the other end may talk."""
+        """`allowance`: how fast the other end may talk; `turns` are shared with other connections."""
         self.nonce = nonce
         self.close_reason = ""
         self.boot = BootId("")
@@ -89,7 +94,8 @@ class ControlLink:
         self._is_dialing = peer is not None
         self._counters = counters
         self._allowance = allowance
-        self._outgoing: deque[str] = deque()
+        self._turns = turns
+        self._outgoing: deque[_Outgoing] = deque()
         self._outgoing_bytes = 0
         self.proof = ""
         """Of the admission token, if the dialing end showed it before its first envelope."""
@@ -117,17 +123,26 @@ class ControlLink:
         self._number_out += 1
         return self._number_out
 
-    def send(self, text: str) -> None:
-        """Queue an envelope or a signed entry. Dropped once closing; a peer that doesn't keep up is let go."""
+    def send(self, line: str | bytes) -> None:
+        """Queue an envelope or a signed entry, as it is or packed. Dropped once closing; a peer that doesn't keep up is
+        let go."""
+        self._queue(line)
+
+    def send_sealed(self, seal: Callable[[], str]) -> None:
+        """Queue what is sealed when its turn to be sent has come: the same said to many would take long at once."""
+        self._queue(seal)
+
+    def _queue(self, outgoing: _Outgoing) -> None:
         if self.is_closing:
             return
-        if len(self._outgoing) >= QUEUE_MESSAGES_MAX or self._outgoing_bytes + len(text) > QUEUE_BYTES_MAX:
+        size = 0 if callable(outgoing) else len(outgoing)
+        if len(self._outgoing) >= QUEUE_MESSAGES_MAX or self._outgoing_bytes + size > QUEUE_BYTES_MAX:
             self._outgoing.clear()
             self.close(_TOO_SLOW)
             self._abort()
             return
-        self._outgoing.append(text)
-        self._outgoing_bytes += len(text)
+        self._outgoing.append(outgoing)
+        self._outgoing_bytes += size
         self._wake.set()
 
     def send_pass(self, proof: str) -> None:
@@ -155,14 +170,18 @@ class ControlLink:
         """The next one; None once the connection is over."""
         while True:
             message = await self._socket.receive()
-            if message.type is WSMsgType.TEXT:
+            if message.type is WSMsgType.TEXT or (message.type is WSMsgType.BINARY and self._peer is not None):
+                if self._turns is not None:
+                    await self._turns.take()
+                self._counters.control_in += len(message.data)
                 try:
-                    item = self._verify(message.data)
+                    text = message.data if message.type is WSMsgType.TEXT else self._unpack(message.data)
+                    item = self._verify(text, is_packed=text is not message.data)
                 except RemoteProtocolError as exc:
                     self.close(str(exc), code=CLOSE_PROTOCOL)
                     return None
                 if self._allowance is not None:
-                    await self._allowance.take(len(message.data))
+                    await self._allowance.take(len(text))
                 if item is not None and not self.is_closing:
                     return item
             elif message.type is WSMsgType.CLOSE:
@@ -175,14 +194,18 @@ class ControlLink:
                 self.close("binary message on a control connection", code=CLOSE_PROTOCOL)
                 return None
 
-    def _verify(self, text: str) -> Envelope | Signed | None:
-        self._counters.control_in += len(text)
+    def _unpack(self, packed: bytes) -> str:
+        return unpack_line(packed, bytes_max=LINE_BYTES_MAX if self._is_dialing else MESSAGE_LINE_BYTES_MAX)
+
+    def _verify(self, text: str, *, is_packed: bool) -> Envelope | Signed | None:
         if self._peer is None and not self.proof and (shown := _PASS_FORM.fullmatch(text)):
             self.proof = shown[1]
             return None
         signed = Signed.from_line(text)
         if signed.purpose == "entry" and self._peer is not None:
             return signed
+        if is_packed:
+            raise RemoteProtocolError("a packed line that is no entry", peer=self._peer or "unknown")
         envelope = open_envelope(signed)
         if self._peer is not None and envelope.sender != self._peer:
             raise RemoteProtocolError(f"envelope from another peer than {self._peer[:8]}", peer=envelope.sender)
@@ -230,11 +253,19 @@ class ControlLink:
         """Ends without an exception when the connection is over: the reading side says so."""
         try:
             while await self._wait_outgoing():
-                text = self._outgoing.popleft()
-                self._outgoing_bytes -= len(text)
+                if self._turns is not None:
+                    await self._turns.take()
+                if not self._outgoing:  # let go of meanwhile
+                    continue
+                outgoing = self._outgoing.popleft()
+                line = outgoing() if callable(outgoing) else outgoing
+                self._outgoing_bytes -= 0 if callable(outgoing) else len(outgoing)
                 async with asyncio.timeout(SEND_STALL_S):
-                    await self._socket.send_str(text)
-                self._counters.control_out += len(text)
+                    if isinstance(line, str):
+                        await self._socket.send_str(line)
+                    else:
+                        await self._socket.send_bytes(line)
+                self._counters.control_out += len(line)
             async with asyncio.timeout(CLOSE_S):
                 await self._socket.close(code=self._close_code, message=_cut(self.close_reason))
         except TimeoutError:

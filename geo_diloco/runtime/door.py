@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 CONNECTIONS_MAX = 4096
@@ -33,12 +34,21 @@ class Handlers(Protocol):
     def __call__(self) -> asyncio.Protocol: ...
 
 
+def allow_files(wanted: int) -> int:
+    """Have this process open so many files, if the system lets it: a shell's own limit is often 1024. Returns how many
+    it may open now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
+
 def connections_max() -> int:
     """Half of the files that this process may open: the rest is for its own."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return CONNECTIONS_MAX
-    return max(CONNECTIONS_MIN, min(CONNECTIONS_MAX, files // 2))
+    return max(CONNECTIONS_MIN, min(CONNECTIONS_MAX, allow_files(2 * CONNECTIONS_MAX) // 2))
 
 
 class Doorkeeper:

@@ -109,7 +109,7 @@ class Driver:
             while self._events and not self._closed.is_set():
                 self._handle(self._events.popleft())
         except Exception as exc:
-            self._fail(exc)
+            self.fail(exc)
         finally:
             self._handling = False
         self._set_timer()
@@ -179,7 +179,7 @@ class Driver:
         if self._closed.is_set() or len(self._jobs) >= JOBS_MAX:
             job.close()
             if not self._closed.is_set():
-                self._fail(LocalProtocolError(f"{JOBS_MAX} jobs in flight, the next is {name}"))
+                self.fail(LocalProtocolError(f"{JOBS_MAX} jobs in flight, the next is {name}"))
             return
         task = self._loop.create_task(job, name=name)
         self._jobs.add(task)
@@ -188,9 +188,10 @@ class Driver:
     def _job_done(self, task: asyncio.Task[None]) -> None:
         self._jobs.discard(task)
         if not task.cancelled() and (failure := task.exception()) is not None:
-            self._fail(failure)
+            self.fail(failure)
 
-    def _fail(self, failure: BaseException) -> None:
+    def fail(self, failure: BaseException) -> None:
+        """A bug of ours, found while something is carried out: this driver is over."""
         if self._failure is None:
             self._failure = failure
             self._log.failure("driver", failure)

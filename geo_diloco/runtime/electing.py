@@ -26,7 +26,7 @@ from geo_diloco.runtime.driver import Driver, Interpreter
 from geo_diloco.runtime.links import Links
 from geo_diloco.runtime.session import TransferRefused
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.wire import MESSAGE_LINE_BYTES_MAX
+from geo_diloco.runtime.wire import MESSAGE_LINE_BYTES_MAX, pack_line
 from geo_diloco.tape import build, plain
 
 RECORD_BYTES_MAX = 4096
@@ -130,7 +130,7 @@ class Electing:
         if not line or len(line) > MESSAGE_LINE_BYTES_MAX:
             self._log.note("ballots", f"entry {digest[:12]} is not here to be sent", level="warning")
             return True
-        return self._links.tell(to, line)
+        return self._links.tell(to, pack_line(line))
 
     def _upload_to(self, to: PeerId, updates: list[BlobRef]) -> None:
         """What it asks for now replaces what it asked for before."""

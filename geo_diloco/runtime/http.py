@@ -38,12 +38,14 @@ from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import ByteCounters
 from geo_diloco.runtime.sockets import prepare
 from geo_diloco.runtime.store import BlobStore
+from geo_diloco.runtime.turns import Turns
 from geo_diloco.runtime.wire import MESSAGE_LINE_BYTES_MAX, ORDER_BYTES_MAX, Order, Signed, open_order
 
 ENTRIES_PER_ANSWER_MAX = 512
 ANSWER_BYTES_MAX = 1 << 20
 """Of entries in one answer, unless one alone is longer: many may ask at once, and read slowly."""
-LINKS_MAX = 1024
+LINKS_MAX = 2048
+"""A learner has a connection for bulk beside its link."""
 LINKS_PER_ADDRESS_MAX = LINKS_MAX // 2
 STATUS_S = 0.1
 IDLE_S = 75.0
@@ -76,6 +78,10 @@ class ServerPort(Protocol):
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         """The announced blob of that digest, if its bytes may come now."""
+
+    def must_last(self, digest: Digest) -> bool:
+        """Whether an announced blob has to outlive a crash of the machine: an update has to, and is waited for on the
+        disk. What a learner hands in it has itself, and hands in again."""
 
     def blob_arrived(self, ref: BlobRef) -> None:
         """It is complete. May be said more than once."""
@@ -115,13 +121,16 @@ class HttpServer:
     ) -> None:
         self.counters = ByteCounters()
         self._lanes = lanes or Lanes()
+        self._turns = Turns()
         self._blobs = BlobDoor(
             store,
             accepts=lambda digest: self._port.accepts(digest),
+            must_last=lambda digest: self._port.must_last(digest),
             arrived=lambda ref: self._port.blob_arrived(ref),
             why_not=lambda: self._port.why_no_mirror(),
             counters=self.counters,
             lanes=self._lanes,
+            turns=self._turns,
         )
         self._port = port
         self._identity = identity
@@ -287,6 +296,7 @@ class HttpServer:
             nonce=nonce,
             counters=self.counters,
             allowance=Allowance(),
+            turns=self._turns,
         )
         self._all_links[link] = address
         try:

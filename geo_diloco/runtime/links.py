@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
-from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
+from geo_diloco.errors import LocalProtocolError, RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import BootId, PeerId, RunId
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.effects import CloseConnection, Send
@@ -115,15 +115,15 @@ class Links:
         """No link is on its way out."""
         return not any(link.is_closing for links in self._links.values() for link in links)
 
-    def broadcast(self, text: str) -> None:
+    def broadcast(self, line: str | bytes) -> None:
         for peer in list(self._links):
-            self.tell(peer, text)
+            self.tell(peer, line)
 
-    def tell(self, peer: PeerId, text: str) -> bool:
-        """An entry, say. False if there is no link to that peer."""
+    def tell(self, peer: PeerId, line: str | bytes) -> bool:
+        """An entry, as it is or packed. False if there is no link to that peer."""
         link = self._open_link(peer)
         if link is not None:
-            link.send(text)
+            link.send(line)
         return link is not None
 
     def _open_link(self, peer: PeerId) -> ControlLink | None:
@@ -173,7 +173,7 @@ class Links:
         if is_first or seeking:
             self._driver.feed(Connected(link.peer, seeking))
         for effect in self._dialing.pop(link.peer, ()):
-            link.send(self._sealer.seal(effect, link))
+            self._say(effect, link)
 
     def _hear(self, link: ControlLink, envelope: Envelope) -> None:
         self._driver.feed(
@@ -259,9 +259,19 @@ class Links:
     def _send(self, effect: Send) -> None:
         link = self._open_link(effect.to)
         if link is not None:
-            link.send(self._sealer.seal(effect, link))
+            self._say(effect, link)
         elif effect.dial:
             self._dial(effect)
+
+    def _say(self, effect: Send, link: ControlLink) -> None:
+        def seal() -> str:
+            try:
+                return self._sealer.seal(effect, link)
+            except LocalProtocolError as exc:
+                self._driver.fail(exc)
+                raise
+
+        link.send_sealed(seal)
 
     def _close(self, effect: CloseConnection) -> None:
         for link in self._links.get(effect.peer, []):

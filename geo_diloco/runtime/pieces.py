@@ -276,8 +276,9 @@ class PartialBlob:
                 self._index = index
                 self._complete_if_all(held)
 
-    def append(self, i: int, offset: int, chunk: bytes | memoryview) -> bool:
-        """True once piece `i` is held. May wait for the disk only with a chunk that reaches the piece's end."""
+    def append(self, i: int, offset: int, chunk: bytes | memoryview, *, syncs: bool = True) -> bool:
+        """True once piece `i` is held. May wait for the disk only with a chunk that reaches the piece's end. `syncs`:
+        once complete the blob outlives a crash of the machine."""
         size = piece_size(self.ref.size, i)
         with self._lock:
             held = self._load()
@@ -300,7 +301,7 @@ class PartialBlob:
             self._close(i)
             self._closing.add(i)
         try:
-            self._hold(i, piece.buffer, held)
+            self._hold(i, piece.buffer, held, syncs=syncs)
         finally:
             with self._lock:
                 self._closing.discard(i)
@@ -334,7 +335,7 @@ class PartialBlob:
                 self._part.unlink(missing_ok=True)
                 self._index_path.unlink(missing_ok=True)
 
-    def _hold(self, i: int, data: bytearray, held: set[int]) -> None:
+    def _hold(self, i: int, data: bytearray, held: set[int], *, syncs: bool) -> None:
         """Verify a full piece and put it on disk, outside the lock; then it is held, under it."""
         digest = blake3(data).digest()
         index = self._index
@@ -350,7 +351,7 @@ class PartialBlob:
                     self._part.unlink(missing_ok=True)
             self._check_alive()
             self._index = index
-            self._complete_if_all(held | {i})
+            self._complete_if_all(held | {i}, syncs=syncs)
             held.add(i)
 
     # Below: with the lock held.
@@ -381,18 +382,20 @@ class PartialBlob:
     def _is_right_on_disk(self, i: int, index: bytes) -> bool:
         return blake3(read_at(self._part, i * PIECE_BYTES, PIECE_BYTES)).digest() == digest_in_index(index, i)
 
-    def _complete_if_all(self, held: set[int]) -> None:
+    def _complete_if_all(self, held: set[int], *, syncs: bool = True) -> None:
         if self._index is None or len(held) < num_pieces(self.ref.size):
             return
         with disk_errors():
             handle = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 os.ftruncate(handle, self.ref.size)
-                os.fsync(handle)
+                if syncs:
+                    os.fsync(handle)
             finally:
                 os.close(handle)
             os.replace(self._part, self._path)
-            fsync_folder(self._path.parent)
+            if syncs:
+                fsync_folder(self._path.parent)
             self._index_path.unlink(missing_ok=True)
         self.is_over = self._is_complete = True
 

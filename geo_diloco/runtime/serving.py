@@ -38,17 +38,19 @@ from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.merger import MergeError, MergeOutcome, OuterState
 from geo_diloco.runtime.snapshots import SnapshotShelf
 from geo_diloco.runtime.store import BlobStore, blob_ref
-from geo_diloco.runtime.wire import Signed, seal_entry
+from geo_diloco.runtime.wire import Signed, pack_line, seal_entry
 
 ANNOUNCED_KEPT = 64
+CHECKED_AT_ONCE = 16
+"""Contributions. Each way to the worker thread and back waits for both threads to get a processor."""
 DISK_RETRY_S = 1.0
 
 
 class Broadcast(Protocol):
     """Whoever holds the control connections."""
 
-    def broadcast(self, text: str) -> None:
-        """Send a line to every connected peer."""
+    def broadcast(self, line: str | bytes) -> None:
+        """Send a line, as it is or packed, to every connected peer."""
 
 
 def _nothing(entry: Entry) -> None:
@@ -81,7 +83,8 @@ class Serving:
         self._p = parts
         self._on_sealed = on_sealed
         self._accepted: dict[Digest, BlobRef] = {}
-        self._sealed: OrderedDict[Seq, Signed] = OrderedDict()
+        self._sealed: OrderedDict[Seq, str | bytes] = OrderedDict()
+        """As sent to everybody."""
         self._updates: set[Digest] = set()
         """Made here, on the chain or about to be."""
         self._merged: set[Digest] = set()
@@ -89,6 +92,8 @@ class Serving:
         if parts.keep_contributions:
             for _, entry in parts.chain.entries():
                 self._keep_merged(entry)
+        self._to_delete: dict[Digest, BlobRef] = {}
+        """Forgotten, and still on the disk or just being deleted."""
         self._to_check: deque[CheckContribution] = deque()
         self._is_checking = False
 
@@ -106,16 +111,20 @@ class Serving:
 
     async def _seal(self, effect: Seal) -> None:
         p = self._p
-        signed = seal_entry(effect.entry, p.identity)
+        signed, line = await asyncio.to_thread(self._sign, effect.entry)  # tens of ms with a thousand participants
         await self._append(signed, effect.entry)
         if p.keep_contributions:
             self._keep_merged(effect.entry)
         await p.worker.call(self._advance, effect.entry)
-        self._sealed[effect.entry.header.seq] = signed
+        self._sealed[effect.entry.header.seq] = line
         if len(self._sealed) > ANNOUNCED_KEPT:
             self._sealed.popitem(last=False)
         self._on_sealed(effect.entry)
         p.driver.feed(Sealed(effect.entry.header.term, effect.entry.header.seq, signed.digest))
+
+    def _sign(self, entry: Entry) -> tuple[Signed, str | bytes]:
+        signed = seal_entry(entry, self._p.identity)
+        return signed, pack_line(signed.to_line())
 
     async def _append(self, signed: Signed, entry: Entry) -> None:
         """On disk, however long that takes: a full disk holds the run up, visibly, and doesn't end it."""
@@ -134,9 +143,9 @@ class Serving:
             self._p.outer.commit(entry.fragment, entry.version)
 
     def _announce(self, effect: Announce) -> None:
-        signed = self._sealed.get(effect.seq)
-        if signed is not None:
-            self._p.links.broadcast(signed.to_line())
+        line = self._sealed.get(effect.seq)
+        if line is not None:
+            self._p.links.broadcast(line)
 
     # ---- contributions
 
@@ -146,7 +155,7 @@ class Serving:
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         """The announced blob of that digest, if its pieces may come."""
-        return self._accepted.get(digest)
+        return None if digest in self._to_delete else self._accepted.get(digest)
 
     def blob_arrived(self, blob: BlobRef) -> None:
         """Every piece of it is here; said by the HTTP side, possibly more than once."""
@@ -155,17 +164,37 @@ class Serving:
 
     def _accept(self, effect: AcceptBlob) -> None:
         self._accepted[effect.blob.digest] = effect.blob
-        if self._p.store.has(effect.blob):
+        if effect.blob.digest not in self._to_delete and self._p.store.has(effect.blob):
             self._p.driver.feed(BlobArrived(effect.blob))
 
     def _forget(self, effect: ForgetBlob) -> None:
+        """A commit lets go of a thousand at once, and each takes the disk a while."""
         self._accepted.pop(effect.blob.digest, None)
         if effect.blob.digest in self._merged or self._is_ours(effect.blob):
             return
-        try:
-            self._p.store.delete(effect.blob)
-        except BlobError as exc:
-            self._p.log.note("blob", f"not deleted: {exc}", level="warning")
+        if not self._to_delete:
+            self._p.driver.start(self._delete_all(), name="forget")
+        self._to_delete[effect.blob.digest] = effect.blob
+
+    async def _delete_all(self) -> None:
+        while batch := list(self._to_delete.values()):
+            gone = [blob for blob in batch if blob.digest not in self._accepted]
+            await asyncio.to_thread(self._delete, gone)
+            for blob in batch:
+                is_wanted = blob.digest in self._accepted
+                if is_wanted or blob in gone:
+                    del self._to_delete[blob.digest]
+                if is_wanted and self._p.store.has(blob):
+                    self._p.driver.feed(BlobArrived(blob))
+
+    def _delete(self, blobs: list[BlobRef]) -> None:
+        for blob in blobs:
+            if self._is_ours(blob):  # it may have become that meanwhile
+                continue
+            try:
+                self._p.store.delete(blob)
+            except BlobError as exc:
+                self._p.log.note("blob", f"not deleted: {exc}", level="warning")
 
     def _is_ours(self, blob: BlobRef) -> bool:
         """A contribution that names a blob of ours (anybody may) must not take it along when it goes."""
@@ -173,7 +202,7 @@ class Serving:
         return blob.digest in self._updates or blob.digest in p.chain.updates or blob.digest in p.snapshots.named
 
     def _check_soon(self, effect: CheckContribution) -> None:
-        """One at a time: however many arrive at once, they are one job."""
+        """However many arrive at once, they are one job."""
         self._to_check.append(effect)
         if not self._is_checking:
             self._is_checking = True
@@ -181,23 +210,23 @@ class Serving:
 
     async def _check_all(self) -> None:
         while self._to_check:
-            await self._check(self._to_check.popleft())
+            await self._check([self._to_check.popleft() for _ in range(min(CHECKED_AT_ONCE, len(self._to_check)))])
         self._is_checking = False
 
-    async def _check(self, effect: CheckContribution) -> None:
+    async def _check(self, effects: list[CheckContribution]) -> None:
         p, codecs = self._p, self._p.driver.core.codecs_up
 
-        def check() -> ContributionChecked:
+        def check(effect: CheckContribution) -> ContributionChecked:
             try:
                 frame = p.store.get(effect.blob)
             except BlobError as exc:
                 return ContributionChecked(effect.id, False, str(exc), 0.0)
             return p.outer.check(effect, frame, codecs)
 
-        event = await p.worker.call(check)
-        p.counters.up_bytes += effect.blob.size
-        p.counters.up_params += p.outer.layout.num_elements[effect.id.fragment]
-        p.driver.feed(event)
+        for event in await p.worker.call(lambda: [check(effect) for effect in effects]):
+            p.counters.up_params += p.outer.layout.num_elements[event.id.fragment]
+            p.driver.feed(event)
+        p.counters.up_bytes += sum(effect.blob.size for effect in effects)
 
     async def _merge(self, effect: Merge) -> None:
         p = self._p

@@ -55,16 +55,19 @@ class ByteCounters:
     control_out: int = 0
 
 
-def make_session(*, congestion: Sequence[str] = (), receive_bytes: int = 0) -> Session:
+def make_session(*, congestion: Sequence[str] = (), receive_bytes: int = 0, dial_from: str = "") -> Session:
     """The one session of a process: no total time limit, warm connections, no cookies, nothing decompressed.
 
     Connections are not counted here: who waits for one of them to get free would be a control connection behind bulk.
-    Of bulk there are as many as `streams` and `routes` allow. See `sockets.prepare` for the arguments.
+    Of bulk there are as many as `streams` and `routes` allow. `dial_from`: this one of our own addresses, by default
+    the kernel's choice. See `sockets.prepare` for the others.
     """
 
     def make_socket(info: tuple[Any, ...]) -> socket.socket:
         made = socket.socket(info[0], info[1], info[2])
         prepare(made, congestion=congestion, receive_bytes=receive_bytes)
+        if dial_from:
+            made.bind((dial_from, 0))
         return made
 
     return aiohttp.ClientSession(

@@ -156,8 +156,9 @@ class BlobStore:
         partial.set_index(index)
         self._drop_if_over(partial)
 
-    def append_piece(self, ref: BlobRef, i: int, offset: int, chunk: bytes | memoryview) -> bool:
-        """Add bytes of piece `i` from `offset` on; True once the piece is held.
+    def append_piece(self, ref: BlobRef, i: int, offset: int, chunk: bytes | memoryview, *, syncs: bool = True) -> bool:
+        """Add bytes of piece `i` from `offset` on; True once the piece is held. Without `syncs` the disk is not waited
+        for: what a crash of the machine leaves of the blob may be broken, which is found when it is read.
 
         Bytes that are already there are skipped, so that repeats and two writers do no harm. At the piece's end its
         digest is checked: if it is wrong the piece begins again at 0 and BlobError is raised. GapError if `offset`
@@ -171,7 +172,7 @@ class BlobStore:
         if offset == 0:
             self._check_space(size)
         partial = self._partial(ref)
-        is_held = partial.append(i, offset, chunk)
+        is_held = partial.append(i, offset, chunk, syncs=syncs)
         self._drop_if_over(partial)
         return is_held
 

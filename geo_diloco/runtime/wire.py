@@ -16,6 +16,7 @@ import math
 import re
 import types
 import typing
+import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NewType, TypeVar, cast
@@ -204,6 +205,30 @@ def url_from_address(address: str, *, peer: str = "unknown") -> str:
     if match is None or not 0 < int(match.group(1)) < 65536:
         raise RemoteProtocolError(f"address {address[:80]!r} is not host:port", peer=peer)
     return f"http://{address}"
+
+
+# ---- lines that go to many ----------------------------------------------------------------------------------------
+
+_PACKED_FROM = 4096
+"""Characters. What is shorter goes as it is."""
+
+
+def pack_line(line: str) -> str | bytes:
+    """A signed line as it is sent on a control connection: a long one is packed. Hex digits and quotes are most of a
+    commit with a thousand participants, so a fifth of it is left, and it is packed once for all who get it."""
+    return line if len(line) < _PACKED_FROM else zlib.compress(line.encode(), 1)
+
+
+def unpack_line(packed: bytes, *, bytes_max: int) -> str:
+    """Raises RemoteProtocolError if it is not a packed line, or would be longer than `bytes_max`."""
+    reading = zlib.decompressobj()
+    try:
+        line = reading.decompress(packed, bytes_max)
+        if not reading.eof or reading.unused_data:
+            raise RemoteProtocolError(f"packed line that is cut, or of more than {bytes_max} bytes")
+        return line.decode()
+    except (zlib.error, UnicodeDecodeError) as exc:
+        raise RemoteProtocolError("packed line that can't be unpacked") from exc
 
 
 # ---- sealing and opening ---------------------------------------------------------------------------------------

@@ -18,14 +18,26 @@ from typing import Any, Literal, cast
 from geo_diloco.errors import TapeError
 from geo_diloco.protocol import effects as effect_types
 from geo_diloco.protocol import events as event_types
-from geo_diloco.protocol.effects import Effect
+from geo_diloco.protocol.effects import Effect, Send
 from geo_diloco.protocol.events import Event
 
 
 def effects_hash(effects: Sequence[Effect]) -> str:
     """16 hex characters over the effects' canonical text, in order."""
-    text = json.dumps([to_json(effect) for effect in effects], sort_keys=True, separators=(",", ":"))
+    said: dict[int, Any] = {}
+    text = json.dumps([_effect_json(effect, said) for effect in effects], sort_keys=True, separators=(",", ":"))
     return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
+
+
+def _effect_json(effect: Effect, said: dict[int, Any]) -> dict[str, Any]:
+    """As `to_json`. What is said to a thousand peers is one message, and is gone through once: `said`, by its id."""
+    if not isinstance(effect, Send):
+        return to_json(effect)
+    message = said.get(id(effect.message))
+    if message is None:
+        message = said[id(effect.message)] = plain(effect.message)
+    names = _field_names(Send)
+    return {"type": "Send", **{name: getattr(effect, name) for name in names if name != "message"}, "message": message}
 
 
 def to_json(thing: Event | Effect) -> dict[str, Any]:

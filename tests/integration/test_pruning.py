@@ -96,15 +96,19 @@ def test_what_was_pruned_is_missed_by_nobody(peers: Peers, monkeypatch: pytest.M
     with Founder(root, config) as founder:
         invite = founder.invite
         standby = peers.join(invite, "standby", "--no-train", "--announce", "127.0.0.1", "--port", "0")
-        peers.join(invite, "follower", "--no-train")
+        follower = peers.join(invite, "follower", "--no-train")
         wait(lambda: lines(peers.root / "standby" / "chain.jsonl") >= 30, "the standby to have the chain")
         state = peers.root / "follower" / "state"
         wait(lambda: any(state.glob("snapshot-*.json")), "the follower's own snapshot, without which it can't prune")
+        follower.send_signal(signal.SIGTERM)
+        assert follower.wait(LIMIT_S) == 0
+        follower = peers.join(invite, "follower", "--no-train")
         wait(lambda: learner.poll() is not None, "the end of the run")
         assert learner.returncode == 0
         wait(lambda: lines(peers.root / "standby" / "chain.jsonl") == lines(root / "chain.jsonl"), "the standby")
         standby.send_signal(signal.SIGTERM)
         assert standby.wait(LIMIT_S) == 0
+        assert follower.wait(LIMIT_S) == 0
         # Everything from the first entry on is still told, though the memory has let go of it.
         chain = founder._node._p.chain
         assert len(chain.entries()) < chain.num_entries
@@ -122,3 +126,7 @@ def test_what_was_pruned_is_missed_by_nobody(peers: Peers, monkeypatch: pytest.M
     export(root, peers.root / "model")
     summary = json.loads((peers.root / "learner" / "summary.json").read_text())
     assert summary["state_digests"] == [commits[-1].state_digest]
+    assert "going on after entry" in (peers.root / "follower.log").read_text(), "nothing is fetched that it had"
+    summary = json.loads((peers.root / "follower" / "summary.json").read_text())
+    assert summary["state_digests"] == [commits[-1].state_digest]
+    assert replay(peers.root / "follower" / "tape.jsonl").divergence is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,7 @@ from geo_diloco.manifest import (
     Term,
     Version,
 )
-from geo_diloco.protocol.effects import Adopt, Effect, Note
+from geo_diloco.protocol.effects import Adopt, Effect, Note, Send
 from geo_diloco.protocol.election.ballots import Elector, Opened, PeerBoot, Rank, VoteRecord
 from geo_diloco.protocol.events import (
     Connected,
@@ -38,7 +39,7 @@ from geo_diloco.protocol.events import (
     UndecidedAccount,
 )
 from geo_diloco.protocol.events import FragmentAccount as Account
-from geo_diloco.protocol.messages import BlobRef, Contribution, ContributionId, FragmentHead, Progress
+from geo_diloco.protocol.messages import BlobRef, Contribution, ContributionId, Durable, FragmentHead, Progress
 from geo_diloco.protocol.peer import Peer
 from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.tape import record as record_module
@@ -264,6 +265,14 @@ def test_the_hash_of_effects_depends_on_order_and_content() -> None:
     one, two = Note("a", "b"), Adopt(FragmentId(0), Version(1), None, 0.5)
     hashes = {tape.effects_hash(each) for each in ([one, two], [two, one], [one], [Note("a", "c"), two])}
     assert len(hashes) == 4
+
+
+def test_what_is_said_to_many_is_hashed_as_if_each_had_been_told_alone() -> None:
+    durable, other = Durable(seq=Seq(3), digest=DIGEST), Durable(seq=Seq(4), digest=DIGEST)
+    sends = [Send(PeerId(c * 64), BranchId(DIGEST), Term(1), durable, dial=c == "b") for c in "ab"]
+    effects: list[Effect] = [*sends, Note("a", "b"), Send(A, BranchId(DIGEST), Term(1), other), *sends]
+    naive = json.dumps([tape.to_json(each) for each in effects], sort_keys=True, separators=(",", ":"))
+    assert tape.effects_hash(effects) == hashlib.blake2s(naive.encode(), digest_size=8).hexdigest()
 
 
 def test_a_tape_of_another_version_is_refused(tmp_path: Path) -> None:

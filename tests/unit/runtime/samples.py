@@ -179,6 +179,8 @@ class RememberingPort:
     newest_snapshot: Signed | None = None
     announced: dict[str, BlobRef] = field(default_factory=dict)
     arrived: list[BlobRef] = field(default_factory=list)
+    brief: set[str] = field(default_factory=set)
+    """Digests of blobs that need not outlive a crash."""
     links: list[ControlLink] = field(default_factory=list)
     heard: list[Envelope] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
@@ -219,6 +221,9 @@ class RememberingPort:
 
     def accepts(self, digest: Digest) -> BlobRef | None:
         return self.announced.get(digest)
+
+    def must_last(self, digest: Digest) -> bool:
+        return digest not in self.brief
 
     def announce(self, ref: BlobRef) -> None:
         self.announced[ref.digest] = ref

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,26 @@ BIG_INDEX = b"".join(piece_digests(BIG))
 SMALL = b"a small blob"
 SMALL_REF = blob_ref(SMALL)
 ME = Identity.generate()
+
+
+def test_the_disk_is_waited_for_only_where_a_blob_must_outlive_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    honest = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), honest(handle))[1])
+
+    async def talk(it: Served) -> None:
+        brief = blob_ref(b"another small blob")
+        it.port.brief.add(brief.digest)
+        for ref, data, waits in ((SMALL_REF, SMALL, True), (brief, b"another small blob", False)):
+            it.port.announce(ref)
+            synced.clear()
+            assert (await ask(it, "PUT", f"/v1/blobs/{ref.digest}/0", data))[0] == 200
+            assert it.port.arrived[-1] == ref and it.store.get(ref) == data
+            assert bool(synced) is waits
+
+    with_server(tmp_path, talk)
 
 
 def piece(i: int) -> bytes:

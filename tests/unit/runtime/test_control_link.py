@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,21 @@ from aiohttp import web
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId
 from geo_diloco.protocol.election.ballots import Release
-from geo_diloco.protocol.messages import Envelope, Goodbye, Message, Sampled
+from geo_diloco.protocol.messages import Commit, Envelope, Goodbye, Message, Sampled
 from geo_diloco.runtime import control, http
 from geo_diloco.runtime.control import ControlLink, connect_control
 from geo_diloco.runtime.identity import Identity, admission_proof, proof_is_valid
 from geo_diloco.runtime.session import make_session
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.wire import Signed, open_entry, seal_entry, seal_envelope
+from geo_diloco.runtime.turns import Turns
+from geo_diloco.runtime.wire import (
+    MESSAGE_LINE_BYTES_MAX,
+    Signed,
+    open_entry,
+    pack_line,
+    seal_entry,
+    seal_envelope,
+)
 
 from .samples import RUN, RememberingPort, Served, commit, envelope, hello, served
 
@@ -42,6 +51,12 @@ def sealed(link: ControlLink, message: Message, *, identity: Identity = ME, **ch
     """A proper envelope for the other end of `link`, but for what is changed."""
     made = envelope(identity.peer_id, link.peer, message, nonce=link.nonce, number=link.next_number())
     return seal_envelope(replace(made, **changed), identity)
+
+
+def long_commit(peer: PeerId) -> Commit:
+    made = commit(peer)
+    (participant,) = made.participants
+    return replace(made, participants=tuple(replace(participant, peer=PeerId(f"{n:064x}")) for n in range(40)))
 
 
 async def wait_over(link: ControlLink) -> str:
@@ -77,6 +92,93 @@ def test_envelopes_and_entries_travel_both_ways(tmp_path: Path) -> None:
     it = with_server(tmp_path, talk)
     assert it.server.counters.control_in > 0
     assert it.server.counters.control_out > 0
+
+
+def test_long_entries_travel_packed_both_ways(tmp_path: Path) -> None:
+    async def talk(it: Served) -> None:
+        async with connect_control(it.session, it.url, ME, RUN, expected_peer=it.identity.peer_id) as link:
+            link.send(sealed(link, hello()))
+            await it.port.wait_until(lambda: bool(it.port.links))
+            (theirs,) = it.port.links
+            entry = seal_entry(long_commit(it.identity.peer_id), it.identity)
+            packed = pack_line(entry.to_line())
+            assert isinstance(packed, bytes) and len(packed) < len(entry.to_line()) / 3
+            before = it.server.counters.control_out
+            theirs.send(packed)
+            assert await anext(link) == entry
+            assert it.server.counters.control_out - before == len(packed)
+            link.send(pack_line(seal_entry(long_commit(ME.peer_id), ME).to_line()))
+            await it.port.wait_until(lambda: bool(it.port.entries_heard))
+            assert open_entry(it.port.entries_heard[0]) == long_commit(ME.peer_id)
+
+    with_server(tmp_path, talk)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda link: zlib.compress(sealed(link, Goodbye(reason="")).encode()), "a packed line that is no entry"),
+        (lambda link: zlib.compress(b"x" * (2 * MESSAGE_LINE_BYTES_MAX)), "cut, or of more than"),
+        (lambda link: zlib.compress(b"x" * 9_999)[:-3], "cut, or of more than"),
+        (lambda link: b"noise", "can't be unpacked"),
+        (lambda link: zlib.compress(b"\xff" * 5_000), "can't be unpacked"),
+    ],
+)
+def test_packed_noise_closes_the_link_with_a_reason(
+    tmp_path: Path, made: Callable[[ControlLink], bytes], reason: str
+) -> None:
+    async def talk(it: Served) -> None:
+        async with connect_control(it.session, it.url, ME, RUN) as link:
+            link.send(sealed(link, hello()))
+            link.send(made(link))
+            assert reason in await wait_over(link)
+        assert len(it.port.heard) == 1 and not it.port.entries_heard
+
+    with_server(tmp_path, talk)
+
+
+def test_whatever_a_server_hears_says_and_serves_takes_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CountedTurns(Turns):
+        taken = 0
+
+        async def take(self) -> None:
+            CountedTurns.taken += 1
+            await super().take()
+
+    monkeypatch.setattr(http, "Turns", CountedTurns)
+
+    async def talk(it: Served) -> None:
+        async with connect_control(it.session, it.url, ME, RUN) as link:
+            assert CountedTurns.taken == 1, "the greeting"
+            link.send(sealed(link, hello()))
+            await it.port.wait_until(lambda: len(it.port.heard) == 1)
+            assert CountedTurns.taken == 2
+            theirs = it.port.links[0]
+            theirs.send(sealed(theirs, Goodbye(reason=""), identity=it.identity))
+            theirs.send(pack_line(seal_entry(long_commit(it.identity.peer_id), it.identity).to_line()))
+            await anext(link), await anext(link)
+            assert CountedTurns.taken == 4
+            ref = it.store.put(b"a blob")
+            async with it.session.get(f"{it.url}/v1/blobs/{ref.digest}/0") as response:
+                assert await response.read() == b"a blob"
+            assert CountedTurns.taken == 5
+
+    with_server(tmp_path, talk)
+
+
+def test_what_is_sealed_late_is_numbered_in_the_order_in_which_it_was_said(tmp_path: Path) -> None:
+    async def talk(it: Served) -> None:
+        async with connect_control(it.session, it.url, ME, RUN) as link:
+            link.send_sealed(lambda: sealed(link, hello()))
+            for number in range(50):
+                said = Sampled(round=number, fragment=0, attempt=0)  # type: ignore[arg-type]
+                link.send_sealed(lambda said=said: sealed(link, said))  # type: ignore[misc]
+            link.close()
+        await it.port.wait_until(lambda: bool(it.port.ended))
+        assert [each.number for each in it.port.heard] == list(range(1, 52))
+        assert [each.message.round for each in it.port.heard[1:]] == list(range(50))  # type: ignore[union-attr]
+
+    with_server(tmp_path, talk)
 
 
 def test_what_is_queued_is_sent_before_the_link_closes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from geo_diloco.errors import TransferError
 from geo_diloco.protocol.messages import Goodbye
 from geo_diloco.runtime import answers, http
 from geo_diloco.runtime.control import connect_control
-from geo_diloco.runtime.door import CONNECTIONS_MAX, CONNECTIONS_MIN, Allowance, connections_max
+from geo_diloco.runtime.door import CONNECTIONS_MAX, CONNECTIONS_MIN, Allowance, allow_files, connections_max
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import fetch_entries, fetch_status
 from geo_diloco.runtime.store import BlobStore
@@ -39,6 +40,35 @@ async def dial(it: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 def test_half_of_the_files_are_for_connections() -> None:
     assert CONNECTIONS_MIN <= connections_max() <= CONNECTIONS_MAX
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "granted"),
+    [
+        (1024, 4096, 3000, 3000),
+        (1024, 4096, 9000, 4096),
+        (1024, resource.RLIM_INFINITY, 9000, 9000),
+        (8000, 9000, 3000, 8000),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 3000, 3000),
+    ],
+)
+def test_a_low_limit_of_open_files_is_raised_as_far_as_the_system_lets_it(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int, granted: int
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
+    assert allow_files(wanted) == granted
+    assert limits[1:] in ([], [(granted, hard)])
+
+
+def test_a_limit_of_open_files_that_can_not_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(what: int, limit: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert allow_files(3000) == 1024
 
 
 def test_one_address_gets_half_of_the_connections_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from geo_diloco.errors import RemoteProtocolError, TransferError
+import pytest
+
+from geo_diloco.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, PeerId, RunId, Seq, Term
 from geo_diloco.observability import EventLog
 from geo_diloco.protocol.effects import CloseConnection, Send
@@ -65,6 +67,9 @@ class Link:
 
     def send(self, text: str) -> None:
         self.said.append(text)
+
+    def send_sealed(self, seal: Callable[[], str]) -> None:
+        self.said.append(seal())
 
     def close(self, reason: str, *, code: int = 0) -> None:
         self.close_reason = reason
@@ -258,3 +263,19 @@ def test_looking_for_the_syncer_uses_the_link_that_there_is() -> None:
         assert it.links.num_peers == 0
 
     with_peer(talk, lambda: {"ann": Link()})
+
+
+def test_a_message_that_can_not_be_sealed_when_its_turn_comes_is_our_bug_and_ends_the_peer() -> None:
+    async def talk() -> None:
+        peer, link = Peer(), Link()
+        waiting: list[Callable[[], str]] = []
+        link.send_sealed = waiting.append  # type: ignore[method-assign]
+        peer.links.opened(link, saying(0))  # type: ignore[arg-type]
+        peer.do(replace(BALLOT, branch=BranchId("no digest")))
+        assert peer.driver.failure is None, "said, and not sealed yet"
+        with pytest.raises(LocalProtocolError):
+            waiting[0]()
+        assert isinstance(peer.driver.failure, LocalProtocolError)
+        await peer.driver.close()
+
+    asyncio.run(talk())

@@ -101,6 +101,9 @@ class Syncer:
     def do(self, effect: Any) -> None:
         self._do[type(effect)](effect)
 
+    async def wait_jobs(self) -> None:
+        await asyncio.gather(*self.driver._jobs)
+
     async def found(self) -> None:
         theta, momentum = self.outer.theta(P0), self.outer.momentum(P0)
         header = EntryHeader(run=RUN, branch="", term=Term(1), seq=Seq(0), prev="")  # type: ignore[arg-type]
@@ -261,6 +264,7 @@ def test_a_contribution_that_names_an_update_of_ours_takes_nothing_along(tmp_pat
             for named in (blob, BlobRef(blob.digest, blob.size + 1)):
                 it.do(AcceptBlob(ANN, named))
                 it.do(ForgetBlob(named))
+                await it.wait_jobs()
                 assert it.store.has(blob)
 
     with_syncer(tmp_path, talk)
@@ -275,12 +279,32 @@ def test_of_contributions_only_what_was_merged_is_kept_and_only_if_wanted(tmp_pa
         for each in (blob, refused):
             it.do(AcceptBlob(ANN, each))
             it.do(ForgetBlob(each))
+        await it.wait_jobs()
         assert (it.store.has(blob), it.store.has(refused)) == (keep, False)
         restarted = Serving(it.parts)
         restarted.interpreters()[ForgetBlob](ForgetBlob(blob))
+        await it.wait_jobs()
         assert it.store.has(blob) == keep, "a learner that announces it again does not take it along"
 
     with_syncer(tmp_path, talk, keep_contributions=keep)
+
+
+def test_what_is_announced_again_while_it_is_deleted_is_taken_in_after_that(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        kept, gone = (it.store.put(frame_of(torch.full((N,), value))) for value in (1.0, 2.0))
+        for blob in (kept, gone):
+            it.do(AcceptBlob(ANN, blob))
+            it.do(ForgetBlob(blob))
+            assert it.serving.accepts(blob.digest) is None
+        it.do(AcceptBlob(ANN, kept))
+        assert it.serving.accepts(kept.digest) is None, "not yet"
+        await it.wait_jobs()
+        assert it.serving.accepts(kept.digest) == kept and it.serving.accepts(gone.digest) is None
+        assert (it.store.has(kept), it.store.has(gone)) == (True, False)
+        arrived = await it.core.wait_for(BlobArrived, 3)
+        assert [event.blob for event in arrived] == [kept, gone, kept]
+
+    with_syncer(tmp_path, talk)
 
 
 def test_a_contribution_alike_to_an_update_still_arrives(tmp_path: Path) -> None:
