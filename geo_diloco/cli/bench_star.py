@@ -184,7 +184,7 @@ class Rig:
             at_ms=_now_ms(),
             passed=self._links.passed(),
             cpu_s=cpu_s | {"relays": _cpu_s(Path("/proc/self/stat"))},
-            machine_busy_s=_machine_busy_s(Path("/proc/stat").read_text("ascii")),
+            machine_busy_s=machine_busy_s(Path("/proc/stat").read_text("ascii")),
         )
 
     def end(self) -> None:
@@ -203,7 +203,7 @@ def _cpu_s(stat: Path) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _machine_busy_s(stat: str) -> float:
+def machine_busy_s(stat: str) -> float:
     """Of all processors together, since the machine started: everything but idling and waiting for a disk."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(each) for each in stat.split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
@@ -228,7 +228,7 @@ def _seen(plan: StarPlan, folder: Path, first: Reading, last: Reading) -> Seen:
         elif isinstance(event, Received) and isinstance(event.message, Progress) and record.at <= last.at_ms:
             told[event.sender] = event.message
     return Seen(
-        learners=[_learner_seen(plan, folder, number, told) for number in range(1, plan.learners + 1)],
+        learners=[learner_seen(plan, folder, number, told) for number in range(1, plan.learners + 1)],
         rounds=rounds_of([entry for entry in entries if isinstance(entry, Commit)], sealed),
         num_elements=found.num_elements,
         pace_ms=plan.pace_ms,
@@ -239,7 +239,8 @@ def _seen(plan: StarPlan, folder: Path, first: Reading, last: Reading) -> Seen:
     )
 
 
-def _learner_seen(plan: StarPlan, folder: Path, number: int, told: Mapping[PeerId, Progress]) -> LearnerSeen:
+def learner_seen(plan: StarPlan, folder: Path, number: int, told: Mapping[PeerId, Progress]) -> LearnerSeen:
+    """From its tape and its own record. `told`: the last Progress that the syncer heard of each."""
     name = f"learner-{number}"
     boots: list[TapeBoot] = list(read_tape(folder / name / "tape.jsonl"))
     progress = told.get(boots[0].boot.peer)

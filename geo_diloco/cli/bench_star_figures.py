@@ -21,6 +21,7 @@ from geo_diloco.protocol.messages import Commit
 
 MACHINE_FULL = 0.9
 """Share of the processors' time from which on the machine is what limits a run."""
+OTHERS_TOLD = 0.1
 LINKS_FULL = 0.8
 """Share of what the links could carry, one way."""
 
@@ -316,22 +317,24 @@ def _limits(seen: Seen) -> dict[str, Any]:
         for way in (0, 1)
     ]
     machine_share, link_share = busy / seen.num_processors, max(_mean(each) for each in use)
+    others = max(0.0, busy - sum(cores.values()))
     return {
         "cores_syncer": cores["syncer"],
         "cores_learners": sum(value for name, value in cores.items() if name in learners),
         "cores_mirrors": sum(value for name, value in cores.items() if name in seen.mirrors),
         "cores_relays": cores["relays"],
-        "cores_others": max(0.0, busy - sum(cores.values())),
+        "cores_others": others,
         "machine_share": machine_share,
         "link_share": link_share,
-        "limited_by": limited_by(machine_share, link_share),
+        "limited_by": limited_by(machine_share, link_share, others_share=others / seen.num_processors),
     }
 
 
-def limited_by(machine_share: float, link_share: float) -> str:
-    """What would have to be more for the run to do more."""
+def limited_by(machine_share: float, link_share: float, *, others_share: float) -> str:
+    """What would have to be more for the run to do more. `others_share`: of the processors, used by other programs."""
     if machine_share >= MACHINE_FULL:
-        return "the processors of this machine"
+        others = f", of which other programs use {others_share:.0%}" if others_share >= OTHERS_TOLD else ""
+        return f"the processors of this machine{others}"
     return "the links" if link_share >= LINKS_FULL else "the interval: neither links nor processors are full"
 
 

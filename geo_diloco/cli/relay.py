@@ -49,7 +49,8 @@ class Line:
 
     @property
     def chunk_bytes(self) -> int:
-        return max(PACKET_BYTES, min(_CHUNK_BYTES_MAX, int(self.bytes_per_s * _CHUNK_S)))
+        """Of bulk: longer than what is let pass at once, or the queue of a thin line would have no end."""
+        return max(2 * PACKET_BYTES, min(_CHUNK_BYTES_MAX, int(self.bytes_per_s * _CHUNK_S)))
 
     async def wait_arrival(self, size: int) -> float:
         """When so many bytes, which come now, are at the other side. Waits while the queue is full."""

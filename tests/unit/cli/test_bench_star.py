@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from geo_diloco.cli.app import app
-from geo_diloco.cli.bench_star import measure_star
+from geo_diloco.cli.bench_star import learner_seen, machine_busy_s, measure_star
 from geo_diloco.cli.bench_star_figures import (
     LearnerSeen,
     Moment,
@@ -34,8 +35,11 @@ from geo_diloco.cli.bench_star_figures import (
 from geo_diloco.cli.bench_star_plan import StarPlan, link_from, parameters_from, star_run
 from geo_diloco.cli.star_links import Star
 from geo_diloco.errors import ConfigError
-from geo_diloco.manifest import PeerId
-from geo_diloco.protocol.messages import Commit
+from geo_diloco.manifest import BootId, Digest, FragmentId, MonoMs, PeerId, RunId, RunRules
+from geo_diloco.protocol.events import DeltaEncoded, StepDone
+from geo_diloco.protocol.messages import BlobRef, Commit, Progress
+from geo_diloco.protocol.seat import HelloFacts
+from geo_diloco.tape import Boot, TapeWriter
 from tests.support.chains import ANN, BEN, ChainBuilder, participant
 
 PLAN = StarPlan(
@@ -53,6 +57,16 @@ PLAN = StarPlan(
     congestion="auto",
     warm_up_s=30.0,
     seconds=180.0,
+)
+
+BOOT = Boot(
+    peer=ANN,
+    boot=BootId("b" * 16),
+    role="learner",
+    run=RunId("c" * 40),
+    layout_digest=Digest("d" * 64),
+    hello=HelloFacts(),
+    rules=RunRules(),
 )
 
 
@@ -151,8 +165,9 @@ def test_who_used_the_processors_and_what_was_the_limit() -> None:
     assert figures["machine_share"] == pytest.approx(0.3)
     assert figures["link_share"] == pytest.approx(1.0)
     assert figures["limited_by"] == "the links"
-    assert limited_by(0.95, 0.99).startswith("the processors")
-    assert limited_by(0.5, 0.5).startswith("the interval")
+    assert limited_by(0.95, 0.99, others_share=0.05) == "the processors of this machine"
+    assert limited_by(0.95, 0.1, others_share=0.6).endswith("of which other programs use 60%")
+    assert limited_by(0.5, 0.5, others_share=0.4).startswith("the interval")
 
 
 def test_of_what_was_handed_in_only_the_newest_of_a_fragment_can_be_undecided() -> None:
@@ -188,6 +203,30 @@ def test_a_commit_tells_fresh_work_from_late() -> None:
     assert (found.fresh, found.late, found.at_ms) == ({ANN}, {BEN}, 7_000)
     assert found.open_ms == 300 + second.grace_ms
     assert rounds_of([second], {}) == [], "its sealing is on no tape"
+
+
+def test_a_learners_tape_and_its_last_progress_say_what_it_handed_in_and_how(tmp_path: Path) -> None:
+    (tmp_path / "learner-2").mkdir()
+    with closing(TapeWriter(tmp_path / "learner-2" / "tape.jsonl", BOOT)) as tape:
+        tape.event(StepDone(7, 700, 30_000, None, 0), MonoMs(1_000))
+        tape.event(DeltaEncoded(FragmentId(1), 3, BlobRef(Digest("e" * 64), 50), 1.0), MonoMs(2_000))
+    (tmp_path / "learner-2.moments").write_text("[1000, 7, 0.25]\n")
+    why = "int8:64: takes 1 s"
+    said = Progress(step=7, tokens=700, step_time_us=1, upload_bytes_per_s=1, loss=None, cursor=0, turn=3, uplink=why)
+    plan = replace(PLAN, learners=2, slow_one=5.0)
+    seen = learner_seen(plan, tmp_path, 2, {ANN: said})
+    assert seen.samples == [Sample(at_ms=2_000, fragment=1, digest="e" * 64)]
+    assert seen.moments == [Moment(1_000, 7, 0.25)]
+    assert (seen.peer, seen.bytes_per_s, seen.turn, seen.uplink) == (ANN, 1_250_000, 3, why)
+    assert seen.codec == "int4:64", "the run's own"
+    assert learner_seen(replace(plan, choices=True), tmp_path, 2, {ANN: said}).codec == "int8:64"
+    assert learner_seen(plan, tmp_path, 2, {}).turn == 1, "it never said"
+
+
+def test_what_the_processors_did_is_everything_but_waiting() -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = f"cpu  {ticks} {ticks} {ticks} 999 999 {ticks} {ticks} {ticks} 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n"
+    assert machine_busy_s(stat) == 6.0
 
 
 # ---- the plan

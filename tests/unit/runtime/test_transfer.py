@@ -129,7 +129,7 @@ def test_a_large_blob_is_begun_with_one_request_which_also_tells_what_is_there(
     monkeypatch.setattr(transfer._Upload, "_head", head)
     half = BlobStore(tmp_path / "theirs")
     half.set_index(BIG_REF, BIG_INDEX)
-    half.append_piece(BIG_REF, 1, 0, BIG[PIECE_BYTES : PIECE_BYTES + 500_000])
+    half.append_piece(BIG_REF, 1, 0, BIG[PIECE_BYTES : 2 * PIECE_BYTES])
     mine.put(BIG)
 
     async def talk(it: Served) -> None:
@@ -137,7 +137,7 @@ def test_a_large_blob_is_begun_with_one_request_which_also_tells_what_is_there(
         await upload_blob(it.bulk, it.url, BIG_REF, mine)
         assert it.store.get(BIG_REF) == BIG
 
-    assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG) - 500_000 + len(BIG_INDEX)
+    assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG) - PIECE_BYTES + len(BIG_INDEX)
 
 
 def test_of_what_is_complete_nothing_but_the_index_is_moved_again(tmp_path: Path, mine: BlobStore) -> None:
