@@ -63,6 +63,9 @@ class Links(Protocol):
     def passed(self) -> Passed:
         """So far."""
 
+    def late_s(self) -> float:
+        """By how much they were late at most since this was asked last; 0 if that is not known."""
+
 
 def measure_star(plan: StarPlan, *, keep: Path | None = None, say: Say) -> dict[str, Any]:
     """The keys of `star_figures`; where one learner is slow also those of a run without it. `keep`: a new folder for
@@ -184,6 +187,7 @@ class Rig:
             at_ms=_now_ms(),
             passed=self._links.passed(),
             cpu_s=cpu_s | {"relays": _cpu_s(Path("/proc/self/stat"))},
+            late_s=self._links.late_s(),
             machine_busy_s=machine_busy_s(Path("/proc/stat").read_text("ascii")),
         )
 

@@ -67,6 +67,8 @@ class Reading:
     passed: Passed
     cpu_s: Mapping[str, float]
     """By process; `relays` is what makes the links."""
+    late_s: float
+    """By how much links were late at most since the reading before: their relay had to wait for a processor."""
     machine_busy_s: float
     """Of all its processors together, whoever used them."""
 
@@ -324,6 +326,7 @@ def _limits(seen: Seen) -> dict[str, Any]:
         "cores_mirrors": sum(value for name, value in cores.items() if name in seen.mirrors),
         "cores_relays": cores["relays"],
         "cores_others": others,
+        "relays_late_ms_max": 1000 * seen.last.late_s,
         "machine_share": machine_share,
         "link_share": link_share,
         "limited_by": limited_by(machine_share, link_share, others_share=others / seen.num_processors),

@@ -26,6 +26,7 @@ from geo_diloco.cli.relay import Line, carry
 QUEUE_S = 0.1
 WIDE_BYTES_PER_S = 1.25e9
 """Of a link that is not thin."""
+LOOK_S = 0.02
 _CALL_S = 10.0
 T = TypeVar("T")
 
@@ -85,9 +86,11 @@ class Star:
         self._servers: list[asyncio.Server] = []
         self._open: set[asyncio.StreamWriter] = set()
         self._carrying: set[asyncio.Task[None]] = set()
+        self._late_s = 0.0
 
     def __enter__(self) -> Star:
         self._thread.start()
+        self._call(self._begin())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,10 +133,29 @@ class Star:
 
         return self._call(read())
 
+    def late_s(self) -> float:
+        """By how much the relay was late at most since this was asked last: on a busy machine links stand still."""
+
+        async def read() -> float:
+            late_s, self._late_s = self._late_s, 0.0
+            return late_s
+
+        return self._call(read())
+
     # ---- the thread's own
 
     def _call(self, what: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(_CALL_S)
+
+    async def _begin(self) -> None:
+        watching = self._loop.create_task(self._watch())
+        self._carrying.add(watching)
+
+    async def _watch(self) -> None:
+        while True:
+            due = self._loop.time() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            self._late_s = max(self._late_s, self._loop.time() - due)
 
     async def _listen(self, name: str) -> _Door:
         listening = socket.socket()

@@ -104,6 +104,9 @@ class NamespaceLinks:
                 found[name, SYNCER] = int(fields[9]), int(fields[1])
         return found
 
+    def late_s(self) -> float:
+        return 0.0
+
 
 @pytest.mark.parametrize("congestion", ["bbr", "cubic"])
 def test_everybody_takes_part_over_links_that_lose_packets(tmp_path: Path, congestion: str) -> None:
