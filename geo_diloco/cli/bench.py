@@ -121,6 +121,68 @@ def transfer(
     _print(result, as_json=as_json)
 
 
+@app.command()
+def star(
+    learners: Annotated[int, typer.Option(min=1, max=64, help="Learners, each behind a link of its own.")] = 4,
+    parameters: Annotated[str, typer.Option(help="Of the model, such as 30.8M.")] = "30.8M",
+    rate: Annotated[str, typer.Option(help="Of a learner's link, each way.", metavar="RATE")] = "50mbit",
+    rtt: Annotated[str, typer.Option(help="Round trip between learner and syncer.", metavar="RTT")] = "80ms",
+    pace: Annotated[int, typer.Option(min=1, max=60_000, help="Milliseconds that an inner step lasts.")] = 30,
+    quorum: Annotated[int, typer.Option(min=1, help="K of the run.")] = 1,
+    fragments: Annotated[int, typer.Option(min=1, help="P of the run.")] = 8,
+    interval: Annotated[
+        int, typer.Option(min=0, help="H of the run; 0: what the links need for all fragments, with some room.")
+    ] = 0,
+    slow_one: Annotated[
+        float, typer.Option(min=1.0, max=1000.0, help="The last learner's link is so many times slower.")
+    ] = 1.0,
+    mirrors: Annotated[int, typer.Option(min=0, max=8, help="Standbys without a thin link, which serve updates.")] = 0,
+    choices: Annotated[bool, typer.Option("--choices", help="Let learners choose among int8 and int4.")] = False,
+    congestion: Annotated[str, typer.Option(help="auto, bbr, cubic or system.")] = "auto",
+    warm_up: Annotated[float, typer.Option(min=0.0, help="Seconds that all are at work before it counts.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=5.0, help="Seconds that count.")] = 180.0,
+    keep: Annotated[Path | None, typer.Option(help="New folder for the runs' files, which are kept then.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a run does over thin links: who takes part, how often fragments are merged, what is lost by it. Real
+    processes, with compute simulated."""
+    from geo_diloco.cli.bench_star import measure_star
+    from geo_diloco.cli.bench_star_plan import StarPlan, link_from, parameters_from
+
+    bytes_per_s, round_trip_s = link_from(rate, rtt)
+    plan = StarPlan(
+        learners=learners,
+        parameters=parameters_from(parameters),
+        bytes_per_s=bytes_per_s,
+        round_trip_s=round_trip_s,
+        pace_ms=pace,
+        quorum=quorum,
+        fragments=fragments,
+        interval=interval,
+        slow_one=slow_one,
+        mirrors=mirrors,
+        choices=choices,
+        congestion=congestion,
+        warm_up_s=warm_up,
+        seconds=seconds,
+    )
+    _print(measure_star(plan, keep=keep, say=typer.echo), as_json=as_json)
+
+
+@app.command(name="star-learner", hidden=True)
+def star_learner(
+    invite: str,
+    run_dir: Annotated[Path, typer.Option()],
+    record: Annotated[Path, typer.Option()],
+    pace: Annotated[int, typer.Option()],
+    congestion: Annotated[str, typer.Option()],
+) -> None:
+    """A learner of `star`, in a process of its own."""
+    from geo_diloco.cli.bench_star_learner import train_paced
+
+    train_paced(invite=invite, run_dir=run_dir, record=record, pace_ms=pace, congestion=congestion)
+
+
 @app.command(name="codec")
 def codec_(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 7,

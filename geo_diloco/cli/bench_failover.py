@@ -8,21 +8,20 @@ measured is read afterwards from what the processes left on disk (`bench_gaps.py
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from geo_diloco.cli.bench_folder import kept_folder
 from geo_diloco.cli.bench_gaps import Change, failover_figures
 from geo_diloco.cli.demo_files import toml_from_manifest
 from geo_diloco.cli.demo_processes import Child, Children
-from geo_diloco.errors import ConfigError, GeoDilocoError
+from geo_diloco.errors import GeoDilocoError
 from geo_diloco.manifest import ElectionSpec, RunManifest, StopSpec
 
 REACHABLE = ("founder", "standby-1", "standby-2")
@@ -42,7 +41,7 @@ def measure_failover(*, num_kills: int, num_handovers: int, keep: Path | None, s
 
     Raises GeoDilocoError if a process dies by itself or anything waited for does not come.
     """
-    with _folder(keep) as folder:
+    with kept_folder(keep, prefix="geo-diloco-bench-") as folder:
         (folder / "run.toml").write_text(toml_from_manifest(bench_run()), encoding="utf-8")
         with Children(folder) as children:
             rig = Rig(folder, children)
@@ -69,19 +68,6 @@ def bench_run() -> RunManifest:
     from geo_diloco.training.presets import demo_manifest
 
     return replace(demo_manifest(), stop=StopSpec(minutes=600.0), election=ElectionSpec(one_machine=True))
-
-
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="geo-diloco-bench-") as folder:
-            yield Path(folder)
-        return
-    try:
-        keep.mkdir(parents=True)
-    except OSError as exc:
-        raise ConfigError(f"--keep {keep}: {exc.strerror or exc}; give a folder that is not there yet") from exc
-    yield keep
 
 
 class Rig:

@@ -172,7 +172,8 @@ class BlobDoor:
             index = b"".join([chunk async for chunk in chunks])
         with _not_taken():
             await asyncio.to_thread(self._store.set_index, ref, index)
-        return self._taken(ref)
+            status = await asyncio.to_thread(self._store.status, ref)
+        return self._taken(ref, headers_from_status(ref, status))
 
     async def _put_pieces(self, request: web.Request) -> web.StreamResponse:
         ref = self._writable(request)
@@ -207,10 +208,10 @@ class BlobDoor:
         self._counters.bulk_in += size
         await self._lanes.down.take(size)
 
-    def _taken(self, ref: BlobRef) -> web.Response:
+    def _taken(self, ref: BlobRef, headers: dict[str, str] | None = None) -> web.Response:
         if self._store.has(ref):
             self._arrived(ref)
-        return web.Response()
+        return web.Response(headers=headers)
 
     def _readable(self, request: web.Request) -> BlobRef:
         """Held or announced. Who pushes an announced one may always ask how much of it is here."""

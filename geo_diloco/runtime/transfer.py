@@ -202,16 +202,19 @@ class _Upload:
         self.confirmed = 0
         self.patience_s = ANNOUNCE_WAIT_S
         self._m = move
+        self._asks_first = ask_first
         self._is_first = not ask_first
 
     async def open(self) -> None:
+        """One round trip, or none where one request does for all of it: whoever takes an index says in the same breath
+        what it holds."""
         m, total = self._m, num_pieces(self._m.ref.size)
         if total == 1 and self._is_first:
             self._is_first = False
             return
-        status = await self._head()
+        status = await self._head() if total == 1 or self._asks_first else await self._put_index()
         if not status.has_index and total != 1:
-            await self._put_index()
+            status = await self._put_index()
         m.missing.know(status.held, status.open_offsets)
         self.confirmed = max(self.confirmed, _num_bytes(m.ref, status))
         m.line.done = max(m.line.done, self.confirmed) if m.line.whom else self.confirmed
@@ -233,13 +236,14 @@ class _Upload:
             await _check(response)
             return status_from_headers(response.headers, m.ref)
 
-    async def _put_index(self) -> None:
+    async def _put_index(self) -> BlobStatus:
         m = self._m
         with _own_blob():
             index = await asyncio.to_thread(m.store.index, m.ref)
-        await self._put(f"{m.url(self.url)}/index", len(index), {}, index)
+        return status_from_headers(await self._put(f"{m.url(self.url)}/index", len(index), {}, index), m.ref)
 
-    async def _put(self, url: str, size: int, headers: dict[str, str], sent: Span | bytes) -> None:
+    async def _put(self, url: str, size: int, headers: dict[str, str], sent: Span | bytes) -> Mapping[str, str]:
+        """The answer's headers."""
         m = self._m
         deadline = Deadline(m.stall_s)
         body = Body(self._chunks(sent, deadline), size, deadline)
@@ -247,6 +251,7 @@ class _Upload:
         try:
             async with asking(url), deadline, put as response:
                 await _check(response)
+                return response.headers
         except TransferError as exc:
             if body.failure is None:
                 raise

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from geo_diloco.cli.app import app
 from geo_diloco.cli.bench_transfer import Link, measure_peer, measure_relayed
-from geo_diloco.cli.relay import PACKET_BYTES, Relay
+from geo_diloco.cli.relay import PACKET_BYTES, Line, Relay
 from geo_diloco.errors import ConfigError
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.store import BlobStore
@@ -44,6 +44,21 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         pass
     finally:
         writer.close()
+
+
+def test_the_queue_of_a_thin_line_has_an_end_for_bulk_and_room_for_what_is_short() -> None:
+    async def run() -> tuple[float, float]:
+        line = Line(200_000.0, 0.0, 0.1)
+        for _ in range(15):
+            await line.wait_arrival(line.chunk_bytes)
+        waits_s = line.free_at - time.monotonic()
+        began_at = time.monotonic()
+        await line.wait_arrival(100)
+        return waits_s, time.monotonic() - began_at
+
+    waits_s, took_s = asyncio.run(run())
+    assert waits_s < 0.1 + 2 * 2 * PACKET_BYTES / 200_000, "300 ms of bulk were sent"
+    assert took_s < 0.02
 
 
 def test_what_passes_takes_as_long_as_it_would_on_such_a_link() -> None:

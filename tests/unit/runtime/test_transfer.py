@@ -20,6 +20,7 @@ from .samples import Served, bytes_of, served
 
 BIG = bytes_of(5 * PIECE_BYTES + 1000)
 BIG_REF = blob_ref(BIG)
+BIG_INDEX = b"".join(piece_digests(BIG))
 SMALL = b"a small blob"
 SMALL_REF = blob_ref(SMALL)
 
@@ -119,7 +120,27 @@ def test_one_small_blob_is_one_request(tmp_path: Path, mine: BlobStore, monkeypa
     with_server(tmp_path, talk)
 
 
-def test_what_is_complete_is_not_moved_again(tmp_path: Path, mine: BlobStore) -> None:
+def test_a_large_blob_is_begun_with_one_request_which_also_tells_what_is_there(
+    tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def head(way: object) -> BlobStatus:
+        raise AssertionError("on a link with a long way every question costs a part of a fragment")
+
+    monkeypatch.setattr(transfer._Upload, "_head", head)
+    half = BlobStore(tmp_path / "theirs")
+    half.set_index(BIG_REF, BIG_INDEX)
+    half.append_piece(BIG_REF, 1, 0, BIG[PIECE_BYTES : 2 * PIECE_BYTES])
+    mine.put(BIG)
+
+    async def talk(it: Served) -> None:
+        it.port.announce(BIG_REF)
+        await upload_blob(it.bulk, it.url, BIG_REF, mine)
+        assert it.store.get(BIG_REF) == BIG
+
+    assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG) - PIECE_BYTES + len(BIG_INDEX)
+
+
+def test_of_what_is_complete_nothing_but_the_index_is_moved_again(tmp_path: Path, mine: BlobStore) -> None:
     mine.put(BIG)
 
     async def talk(it: Served) -> None:
@@ -129,7 +150,7 @@ def test_what_is_complete_is_not_moved_again(tmp_path: Path, mine: BlobStore) ->
         await it.server.stop()
         await fetch_blob(it.bulk, [Source(it.url)], BIG_REF, mine)
 
-    assert with_server(tmp_path, talk).server.counters.bulk_in == 0
+    assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG_INDEX)
 
 
 # ---- breaking off and going on
@@ -161,7 +182,7 @@ def test_a_fetch_resumes_where_the_connection_broke(tmp_path: Path, mine: BlobSt
 
 def test_a_transfer_goes_on_after_a_restart_of_either_side(tmp_path: Path, mine: BlobStore) -> None:
     half = BlobStore(tmp_path / "theirs")
-    half.set_index(BIG_REF, b"".join(piece_digests(BIG)))
+    half.set_index(BIG_REF, BIG_INDEX)
     for i in (0, 3):
         half.append_piece(BIG_REF, i, 0, BIG[i * PIECE_BYTES : (i + 1) * PIECE_BYTES])
     mine.put(BIG)
@@ -171,7 +192,7 @@ def test_a_transfer_goes_on_after_a_restart_of_either_side(tmp_path: Path, mine:
         await upload_blob(it.bulk, it.url, BIG_REF, mine)
         assert it.store.get(BIG_REF) == BIG
 
-    assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG) - 2 * PIECE_BYTES
+    assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG) - 2 * PIECE_BYTES + len(BIG_INDEX)
 
 
 def test_without_progress_it_gives_up_and_may_be_tried_again(tmp_path: Path, mine: BlobStore) -> None:

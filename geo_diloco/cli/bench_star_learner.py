@@ -1,0 +1,82 @@
+"""A learner of `bench star`: it computes nothing, and all else that it does is production.
+
+An inner step lasts as long as it is told (`pace_ms`), and moves as many of the parameters as it takes to have moved all
+of them once in H inner steps, by noise that no other learner has. So every delta that is sampled is a whole one and
+costs what a trained one costs to encode, send and merge, and no processor is needed to come by it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from geo_diloco.cli.bench_star_plan import NUM_TENSORS, ROW, num_rows_for
+from geo_diloco.training.models import model_factory
+
+PARAMETERS_MAX = 2_000_000_000
+RECORD_EVERY_S = 0.5
+_STD, _NOISE = 0.02, 1e-3
+_POOL = 1 << 20
+
+
+class Noise(nn.Module):
+    """So many parameters, and nothing to do with them."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(nn.Parameter(torch.randn(num_rows, ROW) * _STD) for _ in range(NUM_TENSORS))
+
+    def training_loss(self, batch: Tensor) -> Tensor:
+        """There is none: this is no language model, so the syncer measures nothing."""
+        return batch.float().mean()
+
+
+@model_factory
+def noise(*, num_parameters: int) -> nn.Module:
+    """Named by the benchmark's manifest."""
+    return Noise(num_rows_for(min(num_parameters, PARAMETERS_MAX)))
+
+
+class Walk:
+    """Moves the parameters a little with each inner step."""
+
+    def __init__(self, model: nn.Module, interval_steps: int) -> None:
+        self._flat = [parameter.detach().view(-1) for parameter in model.parameters()]
+        self._interval_steps = interval_steps
+        self._pool = torch.randn(max(_POOL, 2 * max(len(flat) for flat in self._flat))) * _NOISE
+        self._moved = 0
+        self._steps = 0
+
+    def step(self) -> None:
+        self._steps += 1
+        until = self._steps * len(self._flat) // self._interval_steps
+        for number in range(self._moved, until):
+            flat = self._flat[number % len(self._flat)]
+            begin = int(torch.randint(len(self._pool) - len(flat) + 1, ()))
+            flat.add_(self._pool[begin : begin + len(flat)])
+        self._moved = until
+
+
+def train_paced(*, invite: str, run_dir: Path, record: Path, pace_ms: int, congestion: str) -> None:
+    """Take part until told to leave; a line in `record` for each `RECORD_EVERY_S`, the first at the first step."""
+    import geo_diloco
+    from geo_diloco.runtime.driver import now_ms
+
+    torch.set_num_threads(1)
+    torch.seed()  # each has noise of its own
+    joined = geo_diloco.join(invite, run_dir=run_dir, threads=1, device="cpu", pace_ms=pace_ms, congestion=congestion)
+    with joined as peer, record.open("a", buffering=1) as lines:
+        model = peer.build_model()
+        learner = peer.learner(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        walk = Walk(model, peer.manifest.sync.interval_steps)
+        tokens = peer.manifest.data.sequence_length * peer.manifest.data.batch_size
+        said_at = 0.0
+        while not learner.step(tokens=tokens):
+            walk.step()
+            if time.monotonic() - said_at >= RECORD_EVERY_S:
+                said_at = time.monotonic()
+                lines.write(json.dumps([int(now_ms()), learner.num_steps, round(learner.seconds_inside, 6)]) + "\n")
