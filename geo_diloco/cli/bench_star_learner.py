@@ -1,8 +1,8 @@
 """A learner of `bench star`: it computes nothing, and all else that it does is production.
 
 An inner step lasts as long as it is told (`pace_ms`), and moves as many of the parameters as it takes to have moved all
-of them once in H inner steps, by noise that no other learner has. So every delta that is sampled is a whole one and
-costs what a trained one costs to encode, send and merge, and no processor is needed to come by it.
+of them within a part of H inner steps, by noise that no other learner has. So every delta that is sampled is a whole
+one and costs what a trained one costs to encode, send and merge, and no processor is needed to come by it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from geo_diloco.training.models import model_factory
 
 PARAMETERS_MAX = 2_000_000_000
 RECORD_EVERY_S = 0.5
+MOVED_AHEAD = 3
+"""All parameters are moved within that part of H: a learner whose steps are slow has whole deltas to hand in, too."""
 _STD, _NOISE = 0.02, 1e-3
 _POOL = 1 << 20
 
@@ -44,16 +46,16 @@ def noise(*, num_parameters: int) -> nn.Module:
 class Walk:
     """Moves the parameters a little with each inner step."""
 
-    def __init__(self, model: nn.Module, interval_steps: int) -> None:
+    def __init__(self, model: nn.Module, cycle_steps: int) -> None:
         self._flat = [parameter.detach().view(-1) for parameter in model.parameters()]
-        self._interval_steps = interval_steps
+        self._cycle_steps = cycle_steps
         self._pool = torch.randn(max(_POOL, 2 * max(len(flat) for flat in self._flat))) * _NOISE
         self._moved = 0
         self._steps = 0
 
     def step(self) -> None:
         self._steps += 1
-        until = self._steps * len(self._flat) // self._interval_steps
+        until = self._steps * len(self._flat) // self._cycle_steps
         for number in range(self._moved, until):
             flat = self._flat[number % len(self._flat)]
             begin = int(torch.randint(len(self._pool) - len(flat) + 1, ()))
@@ -72,7 +74,7 @@ def train_paced(*, invite: str, run_dir: Path, record: Path, pace_ms: int, conge
     with joined as peer, record.open("a", buffering=1) as lines:
         model = peer.build_model()
         learner = peer.learner(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        walk = Walk(model, peer.manifest.sync.interval_steps)
+        walk = Walk(model, max(1, peer.manifest.sync.interval_steps // MOVED_AHEAD))
         tokens = peer.manifest.data.sequence_length * peer.manifest.data.batch_size
         said_at = 0.0
         while not learner.step(tokens=tokens):

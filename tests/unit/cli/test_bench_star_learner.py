@@ -9,7 +9,7 @@ from geo_diloco.cli.bench_star_learner import Walk, noise
 from geo_diloco.cli.bench_star_plan import num_rows_for
 
 
-def test_every_parameter_has_moved_once_after_h_steps_and_none_twice() -> None:
+def test_every_parameter_has_moved_once_after_a_cycle_and_none_twice() -> None:
     model = noise(num_parameters=30_000)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert sum(len(each.view(-1)) for each in before) == num_rows_for(30_000) * 48 * 256
