@@ -53,8 +53,8 @@ async def write_answer(
     response.content_type = content_type
     if isinstance(parts, list):
         response.content_length = sum(map(len, parts))
-    await response.prepare(request)
     try:
+        await response.prepare(request)
         async with Deadline(STALL_S) as deadline:
             deadline.watch(request.transport)
             async for part in _each(parts):
@@ -63,11 +63,10 @@ async def write_answer(
                     await sending(len(chunk), deadline)
                     await response.write(chunk)
                     deadline.touch()
+        await response.write_eof()
     except (TimeoutError, BlobError, ConnectionError):
         if request.transport is not None:
             request.transport.abort()
-        return response
-    await response.write_eof()
     return response
 
 

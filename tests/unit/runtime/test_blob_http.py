@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from blake3 import blake3
 
 from geo_diloco.errors import ConfigError, RefusedError, RemoteProtocolError, TransferError
@@ -54,6 +56,28 @@ def test_the_disk_is_waited_for_only_where_a_blob_must_outlive_a_crash(
             assert bool(synced) is waits
 
     with_server(tmp_path, talk)
+
+
+def test_who_goes_away_before_the_answer_begins_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    answered: list[web.StreamResponse] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        answered.append(await answers.write_answer(request, [SMALL], headers={}))
+        return answered[-1]
+
+    async def talk() -> None:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        async with TestServer(app) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(talk())
+    assert len(answered) == 1 and not caplog.records
 
 
 def piece(i: int) -> bytes:
