@@ -57,6 +57,14 @@ def test_a_thin_line_is_in_fewer_merges_and_holds_nobody_up() -> None:
     assert predict(replace(SMALL, round_s=48.0), days=0.1, seeds=(0,)).rounds_per_hour == pytest.approx(1800)
 
 
+def test_a_machine_that_others_use_is_that_much_slower() -> None:
+    half = replace(GOOD, held_up=0.5)
+    found = predict(replace(SMALL, machines=(half,) * 4), days=0.1, seeds=(0,))
+    assert found.goodput == pytest.approx(0.5)
+    assert found.rounds_per_hour == pytest.approx(1800)
+    assert found.tokens_per_hour == pytest.approx(2 * 3600 * 100)
+
+
 def test_volunteers_add_tokens() -> None:
     before = predict(SMALL, days=1.0, seeds=(0,))
     after = predict(with_machines(SMALL, [replace(GOOD, step_s=2.0)] * 2), days=1.0, seeds=(0,))
@@ -150,10 +158,26 @@ def test_a_fleet_is_read_off_a_syncer_s_tape(tmp_path: Path) -> None:
     assert first.step_s == second.step_s == 0.5, "counted, not as told"
     assert first.up_mbit == 8.0
     assert first.fails_every_s > 1e6
+    assert first.held_up == pytest.approx(0.0, abs=0.01)
     assert (second.fails_every_s, second.back_after_s) == (80.0, 20.0)
     assert actual.rounds_per_hour == pytest.approx(9 / 90 * 3600)
     assert actual.goodput == pytest.approx(1.0, abs=0.02)
     assert predict(fleet, days=0.5, seeds=(0,)).rounds_per_hour == pytest.approx(1200, rel=0.01)
+
+
+def test_what_a_learner_did_not_train_while_it_was_there_is_no_step_time(tmp_path: Path) -> None:
+    """Half of the time its steps stand still: somebody else used the machine."""
+    script = []
+    for at, event in events():
+        if isinstance(event, Received) and event.sender == PEERS[0] and isinstance(event.message, Progress):
+            second = at // 1000
+            event = received(PEERS[0], progress(min(2 * second, 100) if second < 80 else 2 * second - 60))
+        script.append((at, event))
+    fleet, actual = fleet_from_tape(tape(tmp_path, script))
+    assert fleet.machines[0].step_s == 0.5
+    assert fleet.machines[0].held_up == pytest.approx(0.3, abs=0.01)
+    assert actual.goodput == pytest.approx(0.84, abs=0.02)
+    assert predict(fleet, days=0.5, seeds=(0,)).goodput == pytest.approx(0.75, abs=0.03), "and the second fails"
 
 
 def test_a_tape_without_a_merge_or_a_learner_is_refused(tmp_path: Path) -> None:

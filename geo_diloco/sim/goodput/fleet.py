@@ -39,6 +39,13 @@ class Machine:
     on_from: float = 0.0
     """Hour of the day; equal to `on_until`: on all day."""
     on_until: float = 0.0
+    held_up: float = 0.0
+    """Share of the time in which it is on and takes no step, because others use it."""
+
+    @property
+    def pace_s(self) -> float:
+        """From one inner step to the next, on average."""
+        return self.step_s / (1.0 - self.held_up)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +96,13 @@ def predict(fleet: Fleet, *, days: float, seeds: Sequence[int]) -> FleetOutcome:
     parts = [_minutes(fleet, minutes, seed) for seed in seeds]
     on = np.concatenate([each[0] for each in parts], axis=1)
     training = np.concatenate([each[1] for each in parts], axis=1)
-    speed = np.array([1.0 / machine.step_s for machine in fleet.machines])[:, None]
+    speed = np.array([1.0 / machine.pace_s for machine in fleet.machines])[:, None]
+    unhindered = np.array([1.0 / machine.step_s for machine in fleet.machines])[:, None]
     number = training.sum(axis=0)
     pace = _pace(fleet, training)
     joins = _joins(fleet, training, pace)
     trained = (training * speed).sum(axis=0)
-    offered = float((on * speed).sum())
+    offered = float((on * unhindered).sum())
     return FleetOutcome(
         goodput=float(trained.sum()) / offered if offered else 0.0,
         uptime=float((number >= 1).mean()),
@@ -146,7 +154,7 @@ def _works(machine: Machine, at_s: Floats, random: np.random.Generator) -> Boole
 def _pace(fleet: Fleet, training: Booleans) -> Floats:
     """Rounds per second in each minute: of the schedule, of a round's own length or of the K-th fastest uplink,
     whichever is slowest."""
-    steps = np.array([machine.step_s for machine in fleet.machines])[:, None]
+    steps = np.array([machine.pace_s for machine in fleet.machines])[:, None]
     median = np.full(training.shape[1], np.inf)
     some = training.any(axis=0)
     median[some] = np.nanmedian(np.where(training, steps, np.nan)[:, some], axis=0)
@@ -162,7 +170,7 @@ def _joins(fleet: Fleet, training: Booleans, pace: Floats) -> Floats:
     """Of each machine and minute: the share of rounds whose merge it is in. Its line takes a delta at a time, and there
     is one for each fragment and step of its own."""
     lines = np.array([fleet.fragments / fleet.model_up_s(machine) for machine in fleet.machines])[:, None]
-    steps = np.array([fleet.fragments / machine.step_s for machine in fleet.machines])[:, None]
+    steps = np.array([fleet.fragments / machine.pace_s for machine in fleet.machines])[:, None]
     share = np.minimum(1.0, np.minimum(lines, steps) / np.where(pace > 0, pace, np.inf))
     share = np.where(pace > 0, share, 0.0)
     return np.asarray(training * share, dtype=np.float64)
@@ -186,7 +194,7 @@ MOST = 0.9
 
 def advise(fleet: Fleet, outcome: FleetOutcome) -> list[Advice]:
     """K, H and codec for these machines."""
-    median = float(np.median([machine.step_s for machine in fleet.machines]))
+    median = float(np.median([machine.pace_s for machine in fleet.machines]))
     slowest = _line_of_most(fleet)
     needs = {codec: fleet.model_up_s(slowest, codec) for codec in ("bf16", "int8", "int4")}
     codec = next((c for c, need in needs.items() if need <= LINE_SHARE * fleet.interval_steps * median), "int4")

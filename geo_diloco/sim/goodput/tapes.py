@@ -19,6 +19,7 @@ from geo_diloco.tape import TapeBoot, read_tape
 
 NEVER_S = 1e9
 """A learner that was not seen to fail."""
+HELD_UP_MAX = 0.99
 UP_MBIT_UNKNOWN = 1e6
 """A learner that told no rate."""
 
@@ -58,6 +59,16 @@ class _Seen:
             if step > before and later > at
         ]
         return median(paces) if paces else 1e-6 * median(self.step_us)
+
+    @property
+    def taken_ms(self) -> float:
+        """Of its steps, from its first word to its last."""
+        return (self.said[-1][1] - self.said[0][1]) * self.step_s * 1000
+
+    @property
+    def possible_ms(self) -> float:
+        """As long, without its absences."""
+        return float(self.said[-1][0] - self.said[0][0] - sum(self.away_ms))
 
     def comes(self, at: int) -> None:
         if self.left is not None:
@@ -125,6 +136,7 @@ def _machine(peer: str, seen: _Seen) -> Machine:
     return Machine(
         name=f"{seen.host} {peer[:8]}".strip(),
         step_s=seen.step_s,
+        held_up=min(HELD_UP_MAX, max(0.0, 1.0 - seen.taken_ms / max(1.0, seen.possible_ms))),
         up_mbit=up_mbit,
         down_mbit=up_mbit,
         fails_every_s=seen.here_ms / 1000 / failed if failed and seen.here_ms else NEVER_S,
@@ -171,9 +183,9 @@ def _actual(boot: TapeBoot, learners: dict[str, _Seen]) -> Actual:
     hours = (merges[-1] - merges[0]) / 3.6e6
     taken = possible = tokens = 0.0
     for each in learners.values():
-        (began, step, had), (ended, last, has) = each.said[0], each.said[-1]
-        taken += (last - step) * each.step_s * 1000
-        possible += ended - began - sum(each.away_ms)
+        (began, _, had), (ended, _, has) = each.said[0], each.said[-1]
+        taken += each.taken_ms
+        possible += each.possible_ms
         tokens += (has - had) / (ended - began) * 3.6e6 if ended > began else 0.0
     return Actual(
         hours=hours,
