@@ -1,8 +1,8 @@
 """`geo-diloco simulate`: find out before asking real machines.
 
-The group, and `train`: its flags and what it prints (`protocol` has a file of its own, the simulators are in
-`geo_diloco/sim`). With `--json` standard output holds JSON lines and nothing else, the summary last; how far it is goes
-to standard error.
+The group, and `train`: its flags and what it prints (`protocol` and `goodput` have files of their own, the simulators
+are in `geo_diloco/sim`). With `--json` standard output holds JSON lines and nothing else, the summary last; how far it
+is goes to standard error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from geo_diloco.cli.options import answer, say
+from geo_diloco.cli.simulate_goodput import goodput
 from geo_diloco.cli.simulate_protocol import protocol
 from geo_diloco.errors import ConfigError
 
@@ -97,6 +98,7 @@ def train(
 
 
 app.command()(protocol)
+app.command()(goodput)
 
 
 def _seeds(given: list[int] | None, number: int | None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from geo_diloco.config.faults import Fault, load_fault_plan
+from geo_diloco.config.fleets import FleetFile, FleetMachine, load_fleet
 from geo_diloco.config.manifests import (
     changed_manifest,
     load_manifest,
@@ -22,11 +23,14 @@ from geo_diloco.config.peer import (
 
 __all__ = [
     "Fault",
+    "FleetFile",
+    "FleetMachine",
     "PeerConfig",
     "changed_manifest",
     "checked_contacts",
     "is_loopback",
     "load_fault_plan",
+    "load_fleet",
     "load_manifest",
     "load_peer_config",
     "manifest_from_bytes",

@@ -11,7 +11,7 @@ import pytest
 HELP_S_MAX = 0.5
 COMMANDS = [
     *("", "demo", "bootstrap", "init", "start", "join", "status", "handover", "export", "replay", "bench"),
-    *("simulate", "simulate train", "simulate protocol"),
+    *("simulate", "simulate train", "simulate protocol", "simulate goodput"),
 ]
 HEAVY = ("torch", "hivemind", "transformers", "aiohttp", "numpy", "rich.live")
 CODE = f"""

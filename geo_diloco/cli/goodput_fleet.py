@@ -1,0 +1,109 @@
+"""`simulate goodput --fleet` and `--from-tape`: what machines of one's own come to, with volunteers and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geo_diloco import __version__
+from geo_diloco.cli.goodput_report import drawn
+from geo_diloco.config import FleetMachine, load_fleet
+from geo_diloco.sim.goodput.fleet import Advice, Fleet, FleetOutcome, Machine, advise, predict, with_machines
+from geo_diloco.sim.goodput.tapes import Actual, fleet_from_tape
+
+if TYPE_CHECKING:
+    from geo_diloco.sim.goodput.model import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetReport:
+    """Columns side by side: the fleet as it is, and with volunteers or beside what really was."""
+
+    columns: tuple[tuple[str, FleetOutcome], ...]
+    advice: tuple[Advice, ...]
+    """For the last column."""
+    actual: Actual | None = None
+
+    def text(self) -> str:
+        headings = ["", *(name for name, _ in self.columns), *(["the run"] if self.actual else [])]
+        rows = [
+            [label, *(said(outcome) for _, outcome in self.columns), *self._really(label)]
+            for label, said in _LABELS.items()
+        ]
+        advice = drawn(["rule", "suggested"], [[each.rule, each.value] for each in self.advice])
+        return "\n".join([drawn(headings, rows), "", advice, *(f"{each.rule}: {each.reason}" for each in self.advice)])
+
+    def _really(self, label: str) -> list[str]:
+        if self.actual is None:
+            return []
+        known = {
+            "goodput": f"{self.actual.goodput:.1%}",
+            "rounds an hour": f"{self.actual.rounds_per_hour:.1f}",
+            "tokens an hour": f"{self.actual.tokens_per_hour:,.0f}",
+        }
+        return [known.get(label, "")]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fleets": {name: asdict(outcome) for name, outcome in self.columns},
+            "advice": [asdict(each) for each in self.advice],
+            "actual": None if self.actual is None else asdict(self.actual),
+            "version": __version__,
+        }
+
+
+_LABELS: dict[str, Callable[[FleetOutcome], str]] = {
+    "goodput": lambda each: f"{each.goodput:.1%}",
+    "uptime": lambda each: f"{each.uptime:.2%}",
+    "time with K or more": lambda each: f"{each.quorum_time:.2%}",
+    "tokens an hour": lambda each: f"{each.tokens_per_hour:,.0f}",
+    "in their round's merge": lambda each: f"{each.in_merges:.1%}",
+    "rounds an hour": lambda each: f"{each.rounds_per_hour:.1f}",
+    "participants": lambda each: f"{each.participants:.2f}",
+    "machines that train": lambda each: f"{each.training:.2f}",
+}
+
+
+def report_fleet(path: Path, world: World) -> FleetReport:
+    """Of a fleet file; with volunteers if it has any."""
+    file = load_fleet(path)
+    fleet = Fleet(
+        machines=_machines(file.machines),
+        params=file.model.parameters,
+        tokens_per_step=file.model.tokens_per_step,
+        interval_steps=file.sync.interval_steps,
+        fragments=file.sync.fragments,
+        quorum=file.sync.quorum,
+        codec=file.sync.codec,
+    )
+    columns = [("the fleet", fleet)]
+    if file.volunteers:
+        columns.append(("with volunteers", with_machines(fleet, _machines(file.volunteers))))
+    outcomes = tuple((name, predict(each, days=world.days, seeds=world.seeds)) for name, each in columns)
+    return FleetReport(columns=outcomes, advice=tuple(advise(columns[-1][1], outcomes[-1][1])))
+
+
+def report_tape(path: Path, world: World) -> FleetReport:
+    """Of the machines that a run had, beside what it came to."""
+    fleet, actual = fleet_from_tape(path)
+    outcome = predict(fleet, days=world.days, seeds=world.seeds)
+    return FleetReport(columns=(("predicted", outcome),), advice=tuple(advise(fleet, outcome)), actual=actual)
+
+
+def _machines(tables: Sequence[FleetMachine]) -> tuple[Machine, ...]:
+    return tuple(
+        Machine(
+            name=each.name,
+            step_s=each.step_s,
+            up_mbit=each.up_mbit,
+            down_mbit=each.down_mbit,
+            fails_every_s=each.fails_every_hours * 3600,
+            back_after_s=each.back_after_minutes * 60,
+            on_from=each.on_from,
+            on_until=each.on_until,
+        )
+        for each in tables
+        for _ in range(each.count)
+    )

@@ -1,0 +1,242 @@
+"""Machines of one's own under failures, hours and thin lines: what they come to, and what rules suit them.
+
+Every machine is a learner. It trains while it is on and has not failed, after it has fetched Theta; a failure costs it
+that again. Rounds open at the pace of the median machine that trains (each of P fragments once in H of its steps) and
+need the deltas of K; a machine sends one delta at a time, so a thin uplink is in fewer merges. Nobody waits.
+
+Time is a grid of minutes: what is shorter than one (a round, an upload) is taken by its rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Booleans = NDArray[np.bool_]
+Floats = NDArray[np.floating[Any]]
+
+MINUTE_S = 60.0
+DAY_MINUTES = 24 * 60
+START_S = 15.0
+"""A process, its libraries and its way into the run, before it fetches anything."""
+THETA_BITS = 32.0
+CODEC_BITS = {"none": 32.0, "bf16": 11.0, "int8": 7.5, "int4": 3.7}
+"""A parameter's on the line, zstd included, as measured (numerics/README.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    name: str
+    step_s: float
+    up_mbit: float
+    down_mbit: float
+    fails_every_s: float
+    back_after_s: float
+    on_from: float = 0.0
+    """Hour of the day; equal to `on_until`: on all day."""
+    on_until: float = 0.0
+    held_up: float = 0.0
+    """Share of the time in which it is on and takes no step, because others use it."""
+
+    @property
+    def pace_s(self) -> float:
+        """From one inner step to the next, on average."""
+        return self.step_s / (1.0 - self.held_up)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    machines: tuple[Machine, ...]
+    params: float
+    tokens_per_step: int
+    interval_steps: int = 24
+    fragments: int = 24
+    quorum: int = 1
+    codec: str = "int4"
+    round_s: float = 0.0
+    """The least that a round takes from one merge of a fragment to the next: messages, merging, disks."""
+
+    def model_up_s(self, machine: Machine, codec: str | None = None) -> float:
+        """Every fragment once, on that machine's uplink."""
+        return self.params * CODEC_BITS[codec or self.codec] / (machine.up_mbit * 1e6)
+
+    def rejoin_s(self, machine: Machine) -> float:
+        return START_S + self.params * THETA_BITS / (machine.down_mbit * 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOutcome:
+    """Means over all the time."""
+
+    goodput: float
+    """Of the compute of machines that are on, the share that trains."""
+    uptime: float
+    """Share of the time in which at least one trains."""
+    quorum_time: float
+    """Share of the time in which at least K train: rounds close."""
+    tokens_per_hour: float
+    in_merges: float
+    """Share of those tokens that is in the merge of its own round; the rest rides with a later one."""
+    rounds_per_hour: float
+    participants: float
+    """In a round, on average."""
+    training: float
+    """Machines that train, on average."""
+    five_percent: int
+    """So many or more train in 95 % of the time."""
+
+
+def predict(fleet: Fleet, *, days: float, seeds: Sequence[int]) -> FleetOutcome:
+    """The same fleet and seeds give the same outcome. All seeds are one long time, cut into as many parts."""
+    minutes = max(1, round(days * DAY_MINUTES))
+    parts = [_minutes(fleet, minutes, seed) for seed in seeds]
+    on = np.concatenate([each[0] for each in parts], axis=1)
+    training = np.concatenate([each[1] for each in parts], axis=1)
+    speed = np.array([1.0 / machine.pace_s for machine in fleet.machines])[:, None]
+    unhindered = np.array([1.0 / machine.step_s for machine in fleet.machines])[:, None]
+    number = training.sum(axis=0)
+    pace = _pace(fleet, training)
+    joins = _joins(fleet, training, pace)
+    trained = (training * speed).sum(axis=0)
+    offered = float((on * unhindered).sum())
+    return FleetOutcome(
+        goodput=float(trained.sum()) / offered if offered else 0.0,
+        uptime=float((number >= 1).mean()),
+        quorum_time=float((number >= fleet.quorum).mean()),
+        tokens_per_hour=float(trained.mean()) * 3600 * fleet.tokens_per_step,
+        in_merges=float((joins * speed).sum() / trained.sum()) if trained.any() else 0.0,
+        rounds_per_hour=float(pace.mean()) * 3600,
+        participants=float((joins.sum(axis=0) * pace).sum() / pace.sum()) if pace.any() else 0.0,
+        training=float(number.mean()),
+        five_percent=int(np.quantile(number, 0.05, method="lower")),
+    )
+
+
+def _minutes(fleet: Fleet, minutes: int, seed: int) -> tuple[Booleans, Booleans]:
+    """Of each machine and minute: is it on, and does it train."""
+    on = np.zeros((len(fleet.machines), minutes), dtype=np.bool_)
+    training = on.copy()
+    clock = np.arange(minutes)
+    hour = clock % DAY_MINUTES / 60.0
+    for i, machine in enumerate(fleet.machines):
+        random = np.random.default_rng([seed, i])
+        on[i] = _is_on(machine, hour)
+        here = on[i] & _works(machine, clock * MINUTE_S, random)
+        wait = int(np.ceil(fleet.rejoin_s(machine) / MINUTE_S - 0.5))
+        begins = np.maximum.accumulate(np.where(here & ~np.append(False, here[:-1]), clock, -1))
+        training[i] = here & (clock - begins >= wait)
+    return on, training
+
+
+def _is_on(machine: Machine, hour: Floats) -> Booleans:
+    begin, end = machine.on_from, machine.on_until
+    if begin == end:
+        return np.ones(len(hour), dtype=np.bool_)
+    inside = (hour >= begin) & (hour < end) if begin < end else (hour >= begin) | (hour < end)
+    return np.asarray(inside, dtype=np.bool_)
+
+
+def _works(machine: Machine, at_s: Floats, random: np.random.Generator) -> Booleans:
+    """Times to failure and to return in turn, both exponential; the first failure is as far away as any."""
+    span = float(at_s[-1]) + MINUTE_S
+    turns = int(span / (machine.fails_every_s + machine.back_after_s) * 1.5) + 30
+    ends: Floats = np.zeros(0)
+    while not len(ends) or ends[-1] <= span:
+        pairs = random.standard_exponential((turns, 2)) * (machine.fails_every_s, machine.back_after_s)
+        ends = np.concatenate([ends, (ends[-1] if len(ends) else 0.0) + np.cumsum(pairs)])
+    return np.asarray(np.searchsorted(ends, at_s, side="right") % 2 == 0, dtype=np.bool_)
+
+
+def _pace(fleet: Fleet, training: Booleans) -> Floats:
+    """Rounds per second in each minute: of the schedule, of a round's own length or of the K-th fastest uplink,
+    whichever is slowest."""
+    steps = np.array([machine.pace_s for machine in fleet.machines])[:, None]
+    median = np.full(training.shape[1], np.inf)
+    some = training.any(axis=0)
+    median[some] = np.nanmedian(np.where(training, steps, np.nan)[:, some], axis=0)
+    due = fleet.fragments / np.maximum(fleet.interval_steps * median, fleet.round_s)
+    lines = np.array([fleet.fragments / fleet.model_up_s(machine) for machine in fleet.machines])[:, None]
+    enough = training.sum(axis=0) >= fleet.quorum
+    fastest = -np.sort(-np.where(training, lines, 0.0), axis=0)
+    kth = fastest[min(fleet.quorum, len(fastest)) - 1]
+    return np.asarray(np.where(enough, np.minimum(due, kth), 0.0), dtype=np.float64)
+
+
+def _joins(fleet: Fleet, training: Booleans, pace: Floats) -> Floats:
+    """Of each machine and minute: the share of rounds whose merge it is in. Its line takes a delta at a time, and there
+    is one for each fragment and step of its own."""
+    lines = np.array([fleet.fragments / fleet.model_up_s(machine) for machine in fleet.machines])[:, None]
+    steps = np.array([fleet.fragments / machine.pace_s for machine in fleet.machines])[:, None]
+    share = np.minimum(1.0, np.minimum(lines, steps) / np.where(pace > 0, pace, np.inf))
+    share = np.where(pace > 0, share, 0.0)
+    return np.asarray(training * share, dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A rule, what is suggested for it, and why."""
+
+    rule: str
+    value: str
+    reason: str
+
+
+INTERVALS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LINE_SHARE = 0.5
+"""Of its uplink that a machine should need for its deltas; the rest is for whoever else uses the line."""
+MOST = 0.9
+"""Of the fleet's compute that should have a line good enough."""
+
+
+def advise(fleet: Fleet, outcome: FleetOutcome) -> list[Advice]:
+    """K, H and codec for these machines."""
+    median = float(np.median([machine.pace_s for machine in fleet.machines]))
+    slowest = _line_of_most(fleet)
+    needs = {codec: fleet.model_up_s(slowest, codec) for codec in ("bf16", "int8", "int4")}
+    codec = next((c for c, need in needs.items() if need <= LINE_SHARE * fleet.interval_steps * median), "int4")
+    wanted = needs[codec] / (LINE_SHARE * median)
+    interval = next((h for h in INTERVALS if h >= wanted), INTERVALS[-1])
+    beyond = f"; even {INTERVALS[-1]} is not enough for it" if wanted > INTERVALS[-1] else ""
+    quorum = max(1, min(outcome.five_percent, round(outcome.training / 2)))
+    return [
+        Advice(
+            rule="K",
+            value=str(quorum),
+            reason=f"{outcome.training:.1f} train on average, and in 95 % of the time at least {outcome.five_percent}; "
+            "grace brings in more where it costs nobody a step",
+        ),
+        Advice(
+            rule="H",
+            value=str(interval),
+            reason=f"the line of {slowest.name} ({slowest.up_mbit:g} Mbit/s up; machines with {MOST:.0%} of the "
+            f"compute have no thinner one) takes {needs[codec]:.0f} s for all fragments in {codec}; half used, that is "
+            f"{wanted:.0f} steps of {median:g} s{beyond}",
+        ),
+        Advice(
+            rule="codec",
+            value=codec,
+            reason=f"all fragments of {slowest.name} take "
+            + ", ".join(f"{need:.0f} s in {name}" for name, need in needs.items())
+            + f"; H = {fleet.interval_steps} steps take {fleet.interval_steps * median:.0f} s",
+        ),
+    ]
+
+
+def _line_of_most(fleet: Fleet) -> Machine:
+    """The thinnest uplink among the best that together have `MOST` of the compute."""
+    wanted = MOST * sum(1 / machine.step_s for machine in fleet.machines)
+    have = 0.0
+    chosen = fleet.machines[0]
+    for machine in sorted(fleet.machines, key=lambda each: (-each.up_mbit, each.name)):
+        if have >= wanted * (1 - 1e-9):
+            break
+        chosen, have = machine, have + 1 / machine.step_s
+    return chosen
+
+
+def with_machines(fleet: Fleet, more: Sequence[Machine]) -> Fleet:
+    return replace(fleet, machines=fleet.machines + tuple(more))

@@ -1,0 +1,195 @@
+"""The fleet of a run that took place, from its syncer's tape, and what that run really came to.
+
+A syncer's tape has what every learner said of itself: step time, upload rate, how far it was, and when it came and
+went. What a learner's line carries down is not in it; it is taken to be the same as up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from geo_diloco.errors import TapeError
+from geo_diloco.protocol.events import Connected, Disconnected, FoundRun, Merged, Received
+from geo_diloco.protocol.messages import Contribution, Hello, Progress, Sampled
+from geo_diloco.sim.goodput.fleet import CODEC_BITS, Fleet, Machine
+from geo_diloco.tape import TapeBoot, read_tape
+
+NEVER_S = 1e9
+"""A learner that was not seen to fail."""
+HELD_UP_MAX = 0.99
+UP_MBIT_UNKNOWN = 1e6
+"""A learner that told no rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actual:
+    """From the first merge to the last."""
+
+    hours: float
+    rounds_per_hour: float
+    tokens_per_hour: float
+    goodput: float
+    """Steps that learners took, of those that their step times allow while they were connected."""
+
+
+@dataclass
+class _Seen:
+    """One learner, as the syncer saw it."""
+
+    host: str = ""
+    step_us: list[int] = field(default_factory=list)
+    bytes_per_s: list[int] = field(default_factory=list)
+    said: list[tuple[int, int, int]] = field(default_factory=list)
+    """Milliseconds, steps, tokens."""
+    since: int | None = None
+    here_ms: int = 0
+    away_ms: list[int] = field(default_factory=list)
+    left: int | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Of an inner step: the median over the times between two words of it; what it calls its step time is a moving
+        average, and jumps."""
+        paces = [
+            (later - at) / 1000 / (step - before)
+            for (at, before, _), (later, step, _) in pairwise(self.said)
+            if step > before and later > at
+        ]
+        return median(paces) if paces else 1e-6 * median(self.step_us)
+
+    @property
+    def taken_ms(self) -> float:
+        """Of its steps, from its first word to its last."""
+        return (self.said[-1][1] - self.said[0][1]) * self.step_s * 1000
+
+    @property
+    def possible_ms(self) -> float:
+        """As long, without its absences."""
+        return float(self.said[-1][0] - self.said[0][0] - sum(self.away_ms))
+
+    def comes(self, at: int) -> None:
+        if self.left is not None:
+            self.away_ms.append(at - self.left)
+        self.since, self.left = at, None
+
+    def goes(self, at: int) -> None:
+        if self.since is not None:
+            self.here_ms += at - self.since
+        self.since, self.left = None, at
+
+
+def fleet_from_tape(path: Path) -> tuple[Fleet, Actual]:
+    """Raises TapeError."""
+    boots = [boot for boot in read_tape(path) if any(isinstance(each.event, Merged) for each in boot.events)]
+    if not boots:
+        raise TapeError(f"{path.name}: no merge is on this tape; wanted that of a peer that was syncer for a while")
+    boot = max(boots, key=lambda each: sum(isinstance(record.event, Merged) for record in each.events))
+    learners = _learners(boot)
+    if not learners:
+        raise TapeError(
+            f"{path.name}: no learner told its step time; wanted the tape of a run that went on for a minute"
+        )
+    rules = boot.boot.rules
+    fleet = Fleet(
+        machines=tuple(_machine(name, seen) for name, seen in sorted(learners.items())),
+        params=_params(boot),
+        tokens_per_step=rules.tokens_per_step or _tokens_per_step(learners),
+        interval_steps=rules.sync.interval_steps,
+        fragments=rules.sync.num_fragments,
+        quorum=rules.sync.quorum,
+        codec=rules.codec_up.name,
+        round_s=_round_s(boot),
+    )
+    return fleet, _actual(boot, learners)
+
+
+def _learners(boot: TapeBoot) -> dict[str, _Seen]:
+    """By peer, those that told a step time."""
+    seen: dict[str, _Seen] = {}
+    for record in boot.events:
+        match record.event:
+            case Connected(peer=peer):
+                seen.setdefault(peer, _Seen()).comes(record.at)
+            case Disconnected(peer=peer):
+                seen.setdefault(peer, _Seen()).goes(record.at)
+            case Received(sender=peer, message=Hello(host=host)):
+                seen.setdefault(peer, _Seen()).host = host
+            case Received(sender=peer, message=Progress() as progress):
+                one = seen.setdefault(peer, _Seen())
+                one.said.append((record.at, progress.step, progress.tokens))
+                one.step_us += [progress.step_time_us] if progress.step_time_us else []
+                one.bytes_per_s += [progress.upload_bytes_per_s] if progress.upload_bytes_per_s else []
+            case _:
+                pass
+    for each in seen.values():
+        if each.since is not None:
+            each.here_ms += boot.events[-1].at - each.since
+    return {peer: each for peer, each in seen.items() if each.step_us}
+
+
+def _machine(peer: str, seen: _Seen) -> Machine:
+    up_mbit = 8e-6 * median(seen.bytes_per_s) if seen.bytes_per_s else UP_MBIT_UNKNOWN
+    failed = len(seen.away_ms)
+    return Machine(
+        name=f"{seen.host} {peer[:8]}".strip(),
+        step_s=seen.step_s,
+        held_up=min(HELD_UP_MAX, max(0.0, 1.0 - seen.taken_ms / max(1.0, seen.possible_ms))),
+        up_mbit=up_mbit,
+        down_mbit=up_mbit,
+        fails_every_s=seen.here_ms / 1000 / failed if failed and seen.here_ms else NEVER_S,
+        back_after_s=sum(seen.away_ms) / 1000 / failed if failed else 0.0,
+    )
+
+
+def _round_s(boot: TapeBoot) -> float:
+    """Half of the rounds took no longer from a fragment's first sample to its merge."""
+    sampled: dict[int, int] = {}
+    took = []
+    for record in boot.events:
+        match record.event:
+            case Received(message=Sampled(fragment=fragment)):
+                sampled.setdefault(fragment, record.at)
+            case Merged(fragment=fragment) if fragment in sampled:
+                took.append(record.at - sampled.pop(fragment))
+            case _:
+                pass
+    return median(took) / 1000 if took else 0.0
+
+
+def _params(boot: TapeBoot) -> float:
+    """As founded; where another founded, as large as the deltas are in that codec."""
+    for record in boot.events:
+        if isinstance(record.event, FoundRun):
+            return float(sum(record.event.num_elements))
+    sizes: dict[int, int] = {}
+    for record in boot.events:
+        if isinstance(record.event, Received) and isinstance(record.event.message, Contribution):
+            delta = record.event.message
+            sizes[delta.id.fragment] = max(sizes.get(delta.id.fragment, 0), delta.blob.size)
+    return max(1.0, 8 * sum(sizes.values()) / CODEC_BITS[boot.boot.rules.codec_up.name])
+
+
+def _tokens_per_step(learners: dict[str, _Seen]) -> int:
+    steps = sum(each.said[-1][1] - each.said[0][1] for each in learners.values())
+    tokens = sum(each.said[-1][2] - each.said[0][2] for each in learners.values())
+    return max(1, round(tokens / steps)) if steps else 1
+
+
+def _actual(boot: TapeBoot, learners: dict[str, _Seen]) -> Actual:
+    merges = [record.at for record in boot.events if isinstance(record.event, Merged)]
+    hours = (merges[-1] - merges[0]) / 3.6e6
+    taken = possible = tokens = 0.0
+    for each in learners.values():
+        (began, _, had), (ended, _, has) = each.said[0], each.said[-1]
+        taken += each.taken_ms
+        possible += each.possible_ms
+        tokens += (has - had) / (ended - began) * 3.6e6 if ended > began else 0.0
+    return Actual(
+        hours=hours,
+        rounds_per_hour=(len(merges) - 1) / hours if hours else 0.0,
+        tokens_per_hour=tokens,
+        goodput=min(1.0, taken / possible) if possible > 0 else 0.0,
+    )
