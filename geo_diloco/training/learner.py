@@ -29,6 +29,10 @@ from geo_diloco.training.replica import Replica
 
 LOSS_EVERY_STEPS = 16
 """A loss on an accelerator is read back, which waits for the device, only this often."""
+SAVE_SHARE = 0.01
+"""Of the time, at most that much goes into copies for checkpoints: a large model is saved less often than asked."""
+SAVE_REST_S_MAX = 300.0
+"""But that often: one copy may have been held up by something else."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -117,7 +121,7 @@ class LearnerSetup:
     cursor: Callable[[], int] | None = None
     """Tokens consumed of the allotted share; without it, tokens trained since the start."""
     save_every_s: float = 10.0
-    """Seconds between checkpoints; 0: none."""
+    """Seconds between checkpoints, more where their copies cost much (`SAVE_SHARE`); 0: none."""
     sets_learning_rate: bool = True
     """False: the script has a schedule of its own."""
     pace_ms: int = 0
@@ -161,6 +165,8 @@ class Learner:
         self._set_learning_rate()
         self._left_at = setup.clock()
         self._saved_at = self._left_at
+        self._save_rest_s = 0.0
+        """From the last checkpoint to the next, by what the last one cost."""
 
     def step(self, tokens: int, loss: Tensor | float | None = None) -> bool:
         """Report an inner step (forward, backward, optimizer) that is complete. True when training should end.
@@ -278,8 +284,10 @@ class Learner:
 
     def _save_if_due(self, now: float) -> None:
         every = self._setup.save_every_s
-        if every > 0 and now - self._saved_at >= every and not self.finished:
+        if every > 0 and now - self._saved_at >= max(every, self._save_rest_s) and not self.finished:
+            began = self._setup.clock()
             self.save()
+            self._save_rest_s = min(SAVE_REST_S_MAX, (self._setup.clock() - began) / SAVE_SHARE)
             self._saved_at = now
 
     def _set_learning_rate(self) -> None:

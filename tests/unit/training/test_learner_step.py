@@ -372,6 +372,23 @@ def test_a_save_is_due_every_so_many_seconds() -> None:
     assert [extra["step"] for _, _, extra in port.saves] == [10, 20]
 
 
+@pytest.mark.parametrize(("cost_s", "saved"), [(0.05, [10, 20, 30]), (0.2, [10, 30]), (60.0, [10])])
+def test_copies_for_checkpoints_take_a_hundredth_of_the_time(cost_s: float, saved: list[int]) -> None:
+    now = [100.0]
+
+    class Slow(ScriptedPort):
+        def save(self, *saved: Any) -> None:
+            super().save(*saved)
+            now[0] += cost_s
+
+    port = Slow()
+    learner, _, _ = make_learner(port, save_every_s=10.0, clock=lambda: now[0])
+    for _ in range(30):
+        now[0] += 1.0
+        learner.step(tokens=1)
+    assert [extra["step"] for _, _, extra in port.saves] == saved
+
+
 def test_what_was_ordered_is_done_before_a_last_save_without_another_step() -> None:
     """A learner that comes back to a finished run takes no step any more, and still has versions to adopt."""
     port = ScriptedPort()
