@@ -180,7 +180,7 @@ def star_learner(
     """A learner of `star`, in a process of its own."""
     from geo_diloco.cli.bench_star_learner import train_paced
 
-    train_paced(invite=invite, run_dir=run_dir, record=record, pace_ms=pace, congestion=congestion)
+    train_paced(invite=invite, run_dir=run_dir, records=record, pace_ms=pace, congestion=congestion)
 
 
 @app.command(name="codec")

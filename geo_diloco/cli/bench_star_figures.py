@@ -35,6 +35,8 @@ class Moment:
     steps: int
     inside_s: float
     """Spent inside `Learner.step`, but for what stands for compute."""
+    cpu_s: float
+    """Of its thread's processor inside: less where it had to wait for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,7 @@ def star_figures(seen: Seen) -> dict[str, Any]:
         "share_of_rounds_min": min(row["share_of_rounds"] for row in rows),
         "admitted_share_min": min(row["admitted_share"] for row in rows),
         "utilisation_min": min(row["utilisation"] for row in rows),
+        "utilisation_alone_min": min(row["utilisation_alone"] for row in rows),
         **_pace_of_merges(seen, max(learner.bytes_per_s for learner in seen.learners)),
         "round_open_s": _mean([each.open_ms for each in inside]) / 1000,
         **_bytes(seen, inside),
@@ -175,7 +178,7 @@ def _row(learner: LearnerSeen, seen: Seen, rounds: Sequence[Round], merged: Coll
     took_part = sum(learner.peer in each.participants for each in rounds)
     fresh = sum(learner.peer in each.fresh for each in rounds)
     decided, admitted, undecided = admissions(learner.samples, merged, seen.first.at_ms, seen.last.at_ms)
-    steps, inside_s = progress_between(learner.moments, seen.first.at_ms, seen.last.at_ms)
+    steps, inside_s, cpu_s = progress_between(learner.moments, seen.first.at_ms, seen.last.at_ms)
     up, down = (_moved(seen, learner.name, way) for way in (0, 1))
     capacity = learner.bytes_per_s * seen.seconds
     return {
@@ -186,6 +189,7 @@ def _row(learner: LearnerSeen, seen: Seen, rounds: Sequence[Round], merged: Coll
         "handed_in": decided + undecided,
         "admitted_share": admitted / decided if decided else 0.0,
         "utilisation": 1.0 - inside_s / seen.seconds,
+        "utilisation_alone": 1.0 - cpu_s / seen.seconds,
         "codec": learner.codec,
         "turn": learner.turn,
         "step_ms": 1000 * seen.seconds / steps if steps else 0.0,
@@ -214,21 +218,27 @@ def admissions(samples: Sequence[Sample], merged: Collection[str], from_ms: int,
     return decided, admitted, undecided
 
 
-def progress_between(moments: Sequence[Moment], from_ms: int, until_ms: int) -> tuple[float, float]:
-    """Inner steps done, and seconds spent inside `Learner.step`."""
-    (steps_before, inside_before), (steps, inside) = (_at(moments, at_ms) for at_ms in (from_ms, until_ms))
-    return steps - steps_before, inside - inside_before
+def progress_between(moments: Sequence[Moment], from_ms: int, until_ms: int) -> tuple[float, float, float]:
+    """Inner steps done, seconds spent inside `Learner.step`, and those of its thread's processor."""
+    before, after = _at(moments, from_ms), _at(moments, until_ms)
+    return after[0] - before[0], after[1] - before[1], after[2] - before[2]
 
 
-def _at(moments: Sequence[Moment], at_ms: int) -> tuple[float, float]:
-    """(steps, seconds inside), between two records as if both grew evenly."""
+def _at(moments: Sequence[Moment], at_ms: int) -> tuple[float, float, float]:
+    """(steps, seconds inside, processor seconds inside), between two records as if all grew evenly."""
     after = bisect_left(moments, at_ms, key=lambda each: each.at_ms)
-    if after == len(moments) or after == 0:
-        edge = moments[min(after, len(moments) - 1)] if moments else Moment(at_ms, 0, 0.0)
-        return edge.steps, edge.inside_s
-    one, other = moments[after - 1], moments[after]
-    share = (at_ms - one.at_ms) / (other.at_ms - one.at_ms)
-    return one.steps + share * (other.steps - one.steps), one.inside_s + share * (other.inside_s - one.inside_s)
+    one, other = max(0, after - 1), min(after, len(moments) - 1)
+    if not moments:
+        return 0.0, 0.0, 0.0
+    if after in (0, len(moments)):
+        one = other
+    begin, end = moments[one], moments[other]
+    share = (at_ms - begin.at_ms) / (end.at_ms - begin.at_ms) if one != other else 0.0
+    return (
+        begin.steps + share * (end.steps - begin.steps),
+        begin.inside_s + share * (end.inside_s - begin.inside_s),
+        begin.cpu_s + share * (end.cpu_s - begin.cpu_s),
+    )
 
 
 def merge_gaps(

@@ -63,22 +63,27 @@ class Walk:
         self._moved = until
 
 
-def train_paced(*, invite: str, run_dir: Path, record: Path, pace_ms: int, congestion: str) -> None:
-    """Take part until told to leave; a line in `record` for each `RECORD_EVERY_S`, the first at the first step."""
+def train_paced(*, invite: str, run_dir: Path, records: Path, pace_ms: int, congestion: str) -> None:
+    """Take part until told to leave; a line in `records` for each `RECORD_EVERY_S`, the first at the first step."""
     import geo_diloco
     from geo_diloco.runtime.driver import now_ms
 
     torch.set_num_threads(1)
     torch.seed()  # each has noise of its own
     joined = geo_diloco.join(invite, run_dir=run_dir, threads=1, device="cpu", pace_ms=pace_ms, congestion=congestion)
-    with joined as peer, record.open("a", buffering=1) as lines:
+    with joined as peer, records.open("a", buffering=1) as lines:
         model = peer.build_model()
         learner = peer.learner(model, torch.optim.SGD(model.parameters(), lr=0.0))
         walk = Walk(model, max(1, peer.manifest.sync.interval_steps // MOVED_AHEAD))
         tokens = peer.manifest.data.sequence_length * peer.manifest.data.batch_size
-        said_at = 0.0
-        while not learner.step(tokens=tokens):
+        said_at = cpu_s = 0.0
+        while True:
+            began_s = time.thread_time()
+            if learner.step(tokens=tokens):
+                break
+            cpu_s += time.thread_time() - began_s
             walk.step()
             if time.monotonic() - said_at >= RECORD_EVERY_S:
                 said_at = time.monotonic()
-                lines.write(json.dumps([int(now_ms()), learner.num_steps, round(learner.seconds_inside, 6)]) + "\n")
+                record = [int(now_ms()), learner.num_steps, round(learner.seconds_inside, 6), round(cpu_s, 6)]
+                lines.write(json.dumps(record) + "\n")

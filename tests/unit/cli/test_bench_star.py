@@ -100,7 +100,7 @@ def reading(at_ms: int, up: int, down: int, cpu_s: float) -> Reading:
 def seen() -> Seen:
     """Ten seconds of two learners and two fragments: a merge of one of them each second, ann in all, ben in half."""
     rounds = [round_at(1_000 * n + 500, n % 2, (ANN, BEN) if n % 4 < 2 else (ANN,)) for n in range(20)]
-    moments = [Moment(at_ms, at_ms // 100, at_ms / 100_000) for at_ms in range(0, 21_000, 500)]
+    moments = [Moment(at_ms, at_ms // 100, at_ms / 100_000, at_ms / 200_000) for at_ms in range(0, 21_000, 500)]
     samples = [
         Sample(at_ms=each.at_ms - 300, fragment=each.fragment, digest=each.contributions[0][0]) for each in rounds
     ]
@@ -126,7 +126,7 @@ def test_the_figures_of_a_stretch_are_of_that_stretch_alone() -> None:
     assert (ann["share_of_rounds"], ben["share_of_rounds"]) == (1.0, 0.5)
     assert ben["left_out"] == {"uploading": 5}
     assert figures["share_of_rounds_min"] == 0.5
-    assert ann["utilisation"] == pytest.approx(0.99)
+    assert ann["utilisation"] == pytest.approx(0.99) and ann["utilisation_alone"] == pytest.approx(0.995)
     assert ann["step_ms"] == pytest.approx(100.0)
     assert ann["cores"] == pytest.approx(0.1)
     assert ann["up_share"] == pytest.approx(0.5)
@@ -180,10 +180,10 @@ def test_of_what_was_handed_in_only_the_newest_of_a_fragment_can_be_undecided() 
 
 
 def test_steps_and_time_inside_are_read_between_two_records() -> None:
-    moments = [Moment(1_000, 10, 1.0), Moment(2_000, 20, 1.5), Moment(3_000, 40, 1.5)]
-    assert progress_between(moments, 1_500, 2_500) == (15.0, 0.25)
-    assert progress_between(moments, 0, 9_000) == (30.0, 0.5), "nothing is known beyond them"
-    assert progress_between([], 0, 9_000) == (0.0, 0.0)
+    moments = [Moment(1_000, 10, 1.0, 1.0), Moment(2_000, 20, 1.5, 1.25), Moment(3_000, 40, 1.5, 1.25)]
+    assert progress_between(moments, 1_500, 2_500) == (15.0, 0.25, 0.125)
+    assert progress_between(moments, 0, 9_000) == (30.0, 0.5, 0.25), "nothing is known beyond them"
+    assert progress_between([], 0, 9_000) == (0.0, 0.0, 0.0)
 
 
 def test_a_gap_counts_where_it_ends() -> None:
@@ -212,13 +212,13 @@ def test_a_learners_tape_and_its_last_progress_say_what_it_handed_in_and_how(tmp
     with closing(TapeWriter(tmp_path / "learner-2" / "tape.jsonl", BOOT)) as tape:
         tape.event(StepDone(7, 700, 30_000, None, 0), MonoMs(1_000))
         tape.event(DeltaEncoded(FragmentId(1), 3, BlobRef(Digest("e" * 64), 50), 1.0), MonoMs(2_000))
-    (tmp_path / "learner-2.moments").write_text("[1000, 7, 0.25]\n")
+    (tmp_path / "learner-2.moments").write_text("[1000, 7, 0.25, 0.125]\n")
     why = "int8:64: takes 1 s"
     said = Progress(step=7, tokens=700, step_time_us=1, upload_bytes_per_s=1, loss=None, cursor=0, turn=3, uplink=why)
     plan = replace(PLAN, learners=2, slow_one=5.0)
     seen = learner_seen(plan, tmp_path, 2, {ANN: said})
     assert seen.samples == [Sample(at_ms=2_000, fragment=1, digest="e" * 64)]
-    assert seen.moments == [Moment(1_000, 7, 0.25)]
+    assert seen.moments == [Moment(1_000, 7, 0.25, 0.125)]
     assert (seen.peer, seen.bytes_per_s, seen.turn, seen.uplink) == (ANN, 1_250_000, 3, why)
     assert seen.codec == "int4:64", "the run's own"
     assert learner_seen(replace(plan, choices=True), tmp_path, 2, {ANN: said}).codec == "int8:64"
@@ -279,8 +279,8 @@ def test_a_folder_that_is_there_already_is_not_written_into(tmp_path: Path) -> N
 def test_of_a_record_that_is_being_written_whole_lines_are_read(tmp_path: Path) -> None:
     record = tmp_path / "moments"
     assert read_moments(record) == []
-    record.write_text(json.dumps([10, 1, 0.5]) + "\n" + "[20, 2")
-    assert read_moments(record) == [Moment(10, 1, 0.5)]
+    record.write_text(json.dumps([10, 1, 0.5, 0.25]) + "\n" + "[20, 2")
+    assert read_moments(record) == [Moment(10, 1, 0.5, 0.25)]
 
 
 # ---- links
