@@ -16,6 +16,9 @@ ROW = 256
 ROOM, ROUND_TRIPS = 1.5, 3
 """Where no interval is given, a link has so many times as long for a fragment as its bytes need, and so many round
 trips: an upload is announced, begun and confirmed before the next one begins."""
+ROOM_OF_SLOW = 1.2
+"""At least that much has the slow one: whoever can't take every update as it comes is soon too far behind to hand in
+anything, whatever becomes of its uploads."""
 _BYTES_PER_PARAM = 0.47
 """Of int4 with blocks of 64, to find an interval."""
 _FACTORY = "geo_diloco.cli.bench_star_learner:noise"
@@ -54,7 +57,7 @@ class StarPlan:
         if self.interval:
             return self.interval
         bytes_ms = 1000 * self.parameters * _BYTES_PER_PARAM / (self.fragments * self.bytes_per_s)
-        wanted_ms = ROOM * bytes_ms + ROUND_TRIPS * 1000 * self.round_trip_s
+        wanted_ms = max(ROOM, ROOM_OF_SLOW * self.slow_one) * bytes_ms + ROUND_TRIPS * 1000 * self.round_trip_s
         return max(1, math.ceil(wanted_ms / self.pace_ms)) * self.fragments
 
 

@@ -238,7 +238,8 @@ def test_without_an_interval_a_link_has_half_as_much_time_again_as_it_needs() ->
     assert PLAN.interval_steps == 184, "a fragment takes 290 ms: 1.5 times that and 3 round trips are 23 steps of 30 ms"
     assert star_run(PLAN).sync.interval_steps == 184
     assert replace(PLAN, interval=24).interval_steps == 24
-    assert replace(PLAN, slow_one=5.0).interval_steps == 184, "the slow one is not planned for"
+    assert replace(PLAN, slow_one=1.25).interval_steps == 184
+    assert replace(PLAN, slow_one=5.0).interval_steps == 528, "six times 290 ms and 3 round trips are 66 steps"
     assert replace(PLAN, slow_one=5.0).link_bytes_per_s(4) == 1_250_000
     assert replace(PLAN, slow_one=5.0).link_bytes_per_s(3) == 6_250_000
 
