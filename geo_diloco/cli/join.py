@@ -37,9 +37,7 @@ def join(
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of the passes. [default: float32]")] = None,
     threads: options.Threads = None,
     data_dir: options.DataDir = None,
-    save_every_s: Annotated[
-        float | None, typer.Option(help="Seconds between checkpoints, more if their copies cost much. [default: 10]")
-    ] = None,
+    save_every_s: options.SaveEvery = None,
     pace: options.Pace = None,
     run_dir: options.RunDir = None,
     host: options.Host = None,

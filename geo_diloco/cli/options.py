@@ -62,6 +62,10 @@ Pace = Annotated[
         help="For benchmarks: an inner step takes at least so many milliseconds, as if it computed. [default: 0]",
     ),
 ]
+SaveEvery = Annotated[
+    float | None,
+    typer.Option(help="Seconds between checkpoints; more if their copies cost over 1% of the time. [default: 10]"),
+]
 DataDir = Annotated[
     Path | None,
     typer.Option(help="Training data. [default: the run's own source]"),
