@@ -5,7 +5,6 @@ A founder and a peer each own one node thread; everything in it is wired in this
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from geo_diloco.config import PeerConfig, peer_config_from
 from geo_diloco.errors import UserError
 from geo_diloco.manifest import RunManifest
+from geo_diloco.node.collector import spare_collector
 from geo_diloco.node.founder import Founder, Reachable
 from geo_diloco.node.inviting import FounderInfo
 from geo_diloco.node.peer import Peer
@@ -76,7 +76,7 @@ def run_founder(source: Path, config: PeerConfig, *, on_ready: Callable[[Founder
         StopSignals() as signals,
         Founder(source, config, quiet=False, check=signals.check, preparing=signals.raising) as founder,
     ):
-        _spare_collector()
+        spare_collector()
         on_ready(founder.info)
         _stay(founder, signals)
     return 0
@@ -90,16 +90,9 @@ def run_standby(invite: str | Invite, config: PeerConfig) -> int:
         StopSignals() as signals,
         Standby(_invite(invite), config, check=signals.check, preparing=signals.raising) as standby,
     ):
-        _spare_collector()
+        spare_collector()
         _stay(standby, signals)
     return 0
-
-
-def _spare_collector() -> None:
-    """What is imported by now stays as long as this process does. It is 400,000 objects, and to go through them takes
-    the garbage collector a fifth of a second, each time, in which nobody is heard."""
-    gc.collect()
-    gc.freeze()
 
 
 def _stay(peer: Reachable, signals: StopSignals) -> None:
