@@ -49,7 +49,7 @@ Contacts = Annotated[
 KeepContributions = Annotated[
     bool | None,
     typer.Option(
-        "--keep-contributions",
+        "--keep-contributions/--no-keep-contributions",
         help="While syncer, keep what was merged, so that replay can redo the merges. Costs, with each commit, one "
         "contribution per participant: about half a byte (int4) per parameter of the fragment.",
     ),
@@ -70,11 +70,11 @@ DataDir = Annotated[
     Path | None,
     typer.Option(help="Training data. [default: the run's own source]"),
 ]
-MaxUp = Annotated[str | None, typer.Option(help="Bulk sent at most, such as 10mbit or 1.2MB/s. [default: no limit]")]
-MaxDown = Annotated[str | None, typer.Option(help="Bulk received at most, likewise. [default: no limit]")]
+MaxUp = Annotated[str | None, typer.Option(help="Bulk sent at most, such as 10mbit or 1.2MB/s. [default: none]")]
+MaxDown = Annotated[str | None, typer.Option(help="Bulk received at most, likewise. [default: none]")]
 Quota = Annotated[
     str | None,
-    typer.Option(help="Bulk a day, such as 50GB/day; when it is used up this peer is no mirror. [default: no limit]"),
+    typer.Option(help="Bulk a day, such as 50GB/day; when it is used up this peer is no mirror. [default: none]"),
 ]
 Mirror = Annotated[
     bool | None,

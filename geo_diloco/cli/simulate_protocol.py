@@ -189,6 +189,8 @@ def _known(name: str | None) -> str | None:
 
     if name is None:
         return None
+    if name in scenarios() and scenarios()[name].plan is None:
+        raise ConfigError(f"--scenario {name}: is no simulation but a test of real processes: {scenarios()[name].test}")
     playable = [each.name for each in scenarios().values() if each.plan is not None]
     if name not in playable:
         raise ConfigError(f"--scenario {name}: no such scenario; there are: {', '.join(playable)}")

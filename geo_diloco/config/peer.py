@@ -34,12 +34,15 @@ CONTACT_FORM = "HOST:PORT of a peer's HTTP side, such as 192.0.2.7:31340"
 _Port = Annotated[int, Field(ge=0, le=65535)]
 
 
+NO_LIMIT = "none"
+
+
 def _read_rate(said: object) -> object:
-    return bytes_per_s(said) if isinstance(said, str) else said
+    return 0 if said == NO_LIMIT else bytes_per_s(said) if isinstance(said, str) else said
 
 
 def _read_amount(said: object) -> object:
-    return bytes_per_day(said) if isinstance(said, str) else said
+    return 0 if said == NO_LIMIT else bytes_per_day(said) if isinstance(said, str) else said
 
 
 _Rate = Annotated[int, BeforeValidator(_read_rate), Field(ge=0, description=RATE_FORM)]
@@ -94,7 +97,7 @@ class PeerConfig(BaseModel):
     keep_contributions: bool = False
     """While syncer: keep the contributions of its commits, so that a replay can redo the merges."""
     max_up: _Rate = 0
-    """Bulk that this machine sends, in bytes per second; written as `10mbit` or `1.2MB/s`. 0 is no limit."""
+    """Bulk that this machine sends, in bytes per second; written as `10mbit` or `1.2MB/s`. 0, `none`: no limit."""
     max_down: _Rate = 0
     """The same, of what it receives."""
     quota: _Amount = 0

@@ -9,8 +9,8 @@ _AMOUNT = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([kKmMgGtT]?)B\s*/\s*day\s*
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 RATE_MIN = 8_000
 """Bytes per second. Below that a transfer's streams could hardly be told from ones that stand still."""
-RATE_FORM = "a rate of at least 64kbit, such as 10mbit or 1.2MB/s"
-AMOUNT_FORM = "an amount a day, such as 50GB/day"
+RATE_FORM = "a rate of at least 64kbit, such as 10mbit or 1.2MB/s, or none"
+AMOUNT_FORM = "an amount a day, such as 50GB/day, or none"
 
 
 def bytes_per_s(text: str) -> int:

@@ -46,8 +46,12 @@ def directory_addresses(config: PeerConfig) -> DirectoryAddresses:
     return DirectoryAddresses(listen=(maddr_of(config.dht_host, port),), announce=announce)
 
 
-SAID = ("host", "port", "announce", "dht_host", "dht_port", "bootstraps")
-"""Settings that a founder keeps: a run that is resumed as the README says must be where its peers look for it."""
+SAID = (
+    *("host", "port", "announce", "dht_host", "dht_port", "bootstraps"),
+    *("keep_contributions", "max_up", "max_down", "quota", "mirror", "congestion"),
+)
+"""Settings that a founder or standby keeps: a run that is resumed as the README says must be where its peers look for
+it, within the same limits, and must not delete what it was told to keep."""
 
 
 def as_before(run_dir: RunDir, config: PeerConfig) -> PeerConfig:

@@ -72,6 +72,11 @@ def test_an_unknown_scenario_is_answered_by_the_known_ones() -> None:
         CliRunner().invoke(APP, ["--scenario", "none"], catch_exceptions=False)
 
 
+def test_a_scenario_that_is_a_test_is_named_as_one() -> None:
+    with pytest.raises(ConfigError, match=r"bootstraps-down: is no simulation but a test .*tests/integration"):
+        CliRunner().invoke(APP, ["--scenario", "bootstraps-down"], catch_exceptions=False)
+
+
 def test_the_scenarios_can_be_listed() -> None:
     listed = CliRunner().invoke(APP, ["--scenario", "list"], catch_exceptions=False).stdout
     assert "syncer-killed" in listed and "a test: tests/" in listed

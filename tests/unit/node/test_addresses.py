@@ -46,6 +46,18 @@ def test_what_is_said_this_time_outranks_what_was_said_before_and_is_kept(run_di
     assert (again.announce, again.port) == ("192.0.2.9", 31777)
 
 
+def test_limits_and_what_is_to_be_kept_are_as_before_until_somebody_says_otherwise(run_dir: RunDir) -> None:
+    as_before(
+        run_dir, said(keep_contributions=True, max_up="2mbit", quota="50GB/day", mirror=False, congestion="cubic")
+    )
+    again = as_before(run_dir, said())
+    assert (again.keep_contributions, again.max_up, again.mirror, again.congestion) == (True, 250_000, False, "cubic")
+    assert again.quota == 50 * 10**9
+    as_before(run_dir, said(keep_contributions=False, max_up="none", quota="none"))
+    again = as_before(run_dir, said())
+    assert (again.keep_contributions, again.max_up, again.quota, again.mirror) == (False, 0, 0, False)
+
+
 def test_defaults_are_not_kept_as_if_they_had_been_said(run_dir: RunDir) -> None:
     as_before(run_dir, said())
     assert as_before(run_dir, said(host="127.0.0.2")).host == "127.0.0.2"
