@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from geo_diloco.cli.bench_usage import cpu_s, resident_bytes
 from geo_diloco.cli.demo_files import toml_from_manifest
 from geo_diloco.cli.demo_processes import Child, Children
 from geo_diloco.errors import ConfigError, GeoDilocoError
@@ -103,7 +104,7 @@ class _Crowd:
         info = self._children.wait_ready(self._founder, "invite", limit_s=JOIN_S)
         self.url, self._run = f"http://{info['http']}", str(info["run"])
         time.sleep(IDLE_S)
-        self._rss_alone = _rss(self._founder.pid)
+        self._rss_alone = resident_bytes(self._founder.pid)
 
     def join(self, say: Callable[[str], None]) -> None:
         for number, begin in enumerate(range(0, self._num_learners, LEARNERS_PER_PROCESS)):
@@ -127,7 +128,8 @@ class _Crowd:
 
     def look(self) -> _Look:
         status = _status(self.url)
-        return _Look(time.monotonic(), status, _cpu_s(self._founder.pid), _rss(self._founder.pid), self._states())
+        pid = self._founder.pid
+        return _Look(time.monotonic(), status, cpu_s(pid), resident_bytes(pid), self._states())
 
     def end(self) -> None:
         self._children.end([*self._drivers], signal.SIGKILL, limit_s=5.0)
@@ -211,12 +213,3 @@ def _newest(child: Child) -> dict[str, Any] | None:
         if line.startswith(b'{"crowd"'):
             return dict(json.loads(line)["crowd"])
     return None
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _rss(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

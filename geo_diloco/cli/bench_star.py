@@ -27,6 +27,7 @@ from geo_diloco.cli.bench_star_figures import (
     star_figures,
 )
 from geo_diloco.cli.bench_star_plan import NUM_TENSORS, ROW, StarPlan, num_rows_for, star_run
+from geo_diloco.cli.bench_usage import cpu_s, machine_busy_s
 from geo_diloco.cli.demo_files import toml_from_manifest
 from geo_diloco.cli.demo_processes import Child, Children
 from geo_diloco.cli.star_links import Passed, Star
@@ -182,13 +183,13 @@ class Rig:
             time.sleep(min(_LOOK_S, left_s))
 
     def read(self) -> Reading:
-        cpu_s = {name: _cpu_s(Path(f"/proc/{child.pid}/stat")) for name, child in self._running.items()}
+        used = {name: cpu_s(child.pid) for name, child in self._running.items()}
         return Reading(
             at_ms=_now_ms(),
             passed=self._links.passed(),
-            cpu_s=cpu_s | {"relays": _cpu_s(Path("/proc/self/stat"))},
+            cpu_s=used | {"relays": cpu_s(os.getpid())},
             late_s=self._links.late_s(),
-            machine_busy_s=machine_busy_s(Path("/proc/stat").read_text("ascii")),
+            machine_busy_s=machine_busy_s(),
         )
 
     def end(self) -> None:
@@ -196,21 +197,6 @@ class Rig:
         groups = [self._learners(), [name for name in self._running if name.startswith("mirror-")], [SYNCER]]
         for names in groups:
             self._children.end([self._running[name] for name in names], SIGTERM, limit_s=_LEAVE_S)
-
-
-def _cpu_s(stat: Path) -> float:
-    """What a process has used of processors, without its children; 0 if it is gone."""
-    try:
-        fields = stat.read_text("ascii", "replace").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def machine_busy_s(stat: str) -> float:
-    """Of all processors together, since the machine started: everything but idling and waiting for a disk."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(each) for each in stat.split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 # ---- what they left on disk

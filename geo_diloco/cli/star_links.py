@@ -12,16 +12,16 @@ All of it runs in a thread of this process, with an event loop of its own.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
+from geo_diloco.cli.bench_usage import dialer_of
 from geo_diloco.cli.relay import Line, carry
+from geo_diloco.node.addresses import free_port
 
 QUEUE_S = 0.1
 WIDE_BYTES_PER_S = 1.25e9
@@ -160,7 +160,7 @@ class Star:
     async def _listen(self, name: str) -> _Door:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
-        door = _Door(name, _free_port(), listening.getsockname()[1])
+        door = _Door(name, free_port("127.0.0.1"), listening.getsockname()[1])
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = self._loop.create_task(self._carry(door, reader, writer))
@@ -178,40 +178,11 @@ class Star:
         await asyncio.gather(*self._carrying, return_exceptions=True)
 
     async def _carry(self, door: _Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name = self._dialer(_inode(writer.get_extra_info("peername")[1], door.front))
+        pids = {name: link.pid for name, link in self._links.items()}
+        name = dialer_of(writer.get_extra_info("peername")[1], door.front, pids)
         if name is None:
             writer.transport.abort()
             return
         link = self._links[name]
         there, back = self._ways.setdefault((name, door.name), (_Counted(link.up), _Counted(link.down)))
         await carry(reader, writer, door.port, there=there, back=back, open_=self._open)
-
-    def _dialer(self, inode: str | None) -> str | None:
-        """Whose socket that is; None for one that has no link."""
-        handle = f"socket:[{inode}]"
-        return next((name for name, link in self._links.items() if handle in _open_files(link.pid)), None)
-
-
-def _inode(port: int, front: int) -> str | None:
-    """Of the socket at that port of this machine that is connected to the front; None if it is gone."""
-    here, there = f"0100007F:{port:04X}", f"0100007F:{front:04X}"
-    for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]:
-        fields = line.split()
-        if fields[1] == here and fields[2] == there:
-            return fields[9]
-    return None
-
-
-def _open_files(pid: int) -> Iterator[str]:
-    """What that process has open, as far as it is still there."""
-    with suppress(OSError):
-        for handle in list(Path(f"/proc/{pid}/fd").iterdir()):
-            with suppress(OSError):
-                yield os.readlink(handle)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -41,7 +41,7 @@ def directory_addresses(config: PeerConfig) -> DirectoryAddresses:
     port = config.dht_port
     announce: tuple[str, ...] = ()
     if config.announce and config.dht_host in _ANY:
-        port = port or _free_port(config.dht_host)
+        port = port or free_port(config.dht_host)
         announce = (maddr_of(split_announce(config.announce)[0], port),)
     return DirectoryAddresses(listen=(maddr_of(config.dht_host, port),), announce=announce)
 
@@ -102,7 +102,7 @@ def write_ports(run_dir: RunDir, *, http: int, host: str, maddrs: Sequence[str])
     atomic_write(run_dir.ports, json.dumps({"http": http, "host": host, "dht": ports[0] if ports else 0}).encode())
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -140,12 +140,11 @@ class Flow:
         seat = next(each for each in self._seats if each.way is way)
         seat.moved += size
         seat.waits_since = None
-        run = next((each for each in seat.runs.values() if each.span is span), None)
+        run = self._heard(seat, span)
         if run is None:
             return
         run.moved += size
-        run.heard_at = time.monotonic()
-        in_flight = run.moved / max(time.monotonic() - run.began_at, 0.01) * seat.route.round_trip_s
+        in_flight = run.moved / max(run.heard_at - run.began_at, 0.01) * seat.route.round_trip_s
         if not run.is_ending and run.size - run.moved <= min(in_flight, run.size / 2):
             run.is_ending = True
             if seat.nudge is not None and not seat.nudge.done():
@@ -153,10 +152,13 @@ class Flow:
 
     def held_back(self, way: Way, span: Span) -> None:
         """What came waits for its turn on this machine: that is no silence."""
-        seat = next(each for each in self._seats if each.way is way)
-        for run in seat.runs.values():
-            if run.span is span:
-                run.heard_at = time.monotonic()
+        self._heard(next(each for each in self._seats if each.way is way), span)
+
+    def _heard(self, seat: _Seat, span: Span) -> _Run | None:
+        run = next((each for each in seat.runs.values() if each.span is span), None)
+        if run is not None:
+            run.heard_at = time.monotonic()
+        return run
 
     async def run(self, ways: Sequence[tuple[Way, float]]) -> dict[str, TransferError]:
         """Move all that is missing. A way with a delay is used when the others were of little use for so long.

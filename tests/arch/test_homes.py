@@ -23,6 +23,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "matplotlib": ("cli/goodput_plot.py",),
     "numpy": ("numerics/", "sim/goodput/", "training/"),
     "platformdirs": ("config/peer.py", "cli/demo_files.py"),
+    "psutil": ("cli/bench_usage.py",),
     "pyarrow": ("training/data.py",),
     "pydantic": ("config/", "runtime/wire.py"),
     "pydantic_core": ("config/", "runtime/wire.py"),

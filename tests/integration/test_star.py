@@ -108,11 +108,12 @@ class NamespaceLinks:
         return 0.0
 
 
-@pytest.mark.parametrize("congestion", ["bbr", "cubic"])
-def test_everybody_takes_part_over_links_that_lose_packets(tmp_path: Path, congestion: str) -> None:
+# Not with cubic: a fragment here is one piece, so one stream, and cubic's carries 1.2 segments / (RTT * sqrt(loss))
+# however wide the link is, 0.5 Mbit/s. Learners take part in every fourth round then, not always in the same ones.
+def test_everybody_takes_part_over_links_that_lose_packets(tmp_path: Path) -> None:
     if reason := why_no_namespaces():
         pytest.skip(reason)
-    plan = replace(PLAN, congestion=congestion)
+    plan = replace(PLAN, congestion="bbr")
     with Namespaces(1 + plan.learners) as namespaces:
         links = NamespaceLinks(namespaces, round_trip_s=plan.round_trip_s, loss=LOSS)
         figures = measure_run(plan, tmp_path / "run", links, print)

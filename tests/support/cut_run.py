@@ -89,7 +89,7 @@ class CutRun(ElectedRun):
         """Of the founder's roster, 0 until a majority has what made it: before that, who is cut off from the founder
         goes by the roster before."""
         election = self._election("founder")
-        if not election or (election["durable_seq"] or 0) < election["head"]["rank"][-1]:
+        if not election or (election["durable_seq"] or 0) < election["head_seq"]:
             return 0
         return len(election["roster"])
 

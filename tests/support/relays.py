@@ -8,17 +8,15 @@ goes on, as TCP would. What this is not: packets are never lost, and the directo
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import socket
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+from geo_diloco.cli.bench_usage import dialer_of
+from geo_diloco.node.addresses import free_port
 
 CHUNK_BYTES = 1 << 16
-_TCP_LINE = re.compile(r"^\s*\d+: 0100007F:([0-9A-F]{4}) (?:\S+\s+){7}(\d+)", re.M)
-"""Local port on 127.0.0.1 and inode, in /proc/net/tcp."""
 
 
 class Relays:
@@ -27,7 +25,7 @@ class Relays:
     def __init__(self, num_hosts: int) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relays", daemon=True)
-        self._ports = [_free_port() for _ in range(num_hosts)]
+        self._ports = [free_port("127.0.0.1") for _ in range(num_hosts)]
         """Where the peer itself listens."""
         self._pids: dict[int, int] = {}
         self._cut: set[frozenset[int]] = set()
@@ -108,7 +106,10 @@ class Relays:
     async def _carry(self, host: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             try:
-                dialer = self._dialer(writer.get_extra_info("peername")[1])
+                pid = dialer_of(
+                    writer.get_extra_info("peername")[1], self._fronts[host], {each: each for each in self._pids}
+                )
+                dialer = None if pid is None else self._pids[pid]
                 if dialer is None:
                     return
                 pair = frozenset((dialer, host))
@@ -133,29 +134,3 @@ class Relays:
         await self._wait_whole(pair)
         if writer.can_write_eof():
             writer.write_eof()
-
-    def _dialer(self, port: int) -> int | None:
-        """The host whose process has the socket at that port; None for one we did not start."""
-        wanted = f"{port:04X}"
-        lines = _TCP_LINE.findall(Path("/proc/net/tcp").read_text("ascii"))
-        sockets = {f"socket:[{inode}]" for local, inode in lines if local == wanted}
-        for pid, host in self._pids.items():
-            if not sockets.isdisjoint(_open_files(pid)):
-                return host
-        return None
-
-
-def _open_files(pid: int) -> Iterator[str]:
-    """What that process has open, as far as it is still there."""
-    folder = Path(f"/proc/{pid}/fd")
-    with suppress(OSError):
-        for handle in list(folder.iterdir()):
-            with suppress(OSError):
-                yield os.readlink(handle)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

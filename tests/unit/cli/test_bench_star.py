@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from geo_diloco.cli.app import app
-from geo_diloco.cli.bench_star import learner_seen, machine_busy_s, measure_star
+from geo_diloco.cli.bench_star import learner_seen, measure_star
 from geo_diloco.cli.bench_star_figures import (
     LearnerSeen,
     Moment,
@@ -223,12 +222,6 @@ def test_a_learners_tape_and_its_last_progress_say_what_it_handed_in_and_how(tmp
     assert seen.codec == "int4:64", "the run's own"
     assert learner_seen(replace(plan, choices=True), tmp_path, 2, {ANN: said}).codec == "int8:64"
     assert learner_seen(plan, tmp_path, 2, {}).turn == 1, "it never said"
-
-
-def test_what_the_processors_did_is_everything_but_waiting() -> None:
-    ticks = os.sysconf("SC_CLK_TCK")
-    stat = f"cpu  {ticks} {ticks} {ticks} 999 999 {ticks} {ticks} {ticks} 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n"
-    assert machine_busy_s(stat) == 6.0
 
 
 # ---- the plan
