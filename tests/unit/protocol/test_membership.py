@@ -126,6 +126,11 @@ def test_a_learner_is_live_while_its_steps_are_heard_of() -> None:
     assert members.live(at(31_000)) != []
 
 
+def test_who_is_silent_holds_up_a_round_for_five_seconds_at_most() -> None:
+    """Rounds with late work alone wait for whoever is live and could still deliver."""
+    assert 3_000 <= LIVE_MS <= 5_000, "progress comes every second, and a link may lose a few"
+
+
 def test_a_slow_learner_is_given_as_long_as_its_steps_take() -> None:
     members = membership()
     join(members, ANN)
