@@ -94,7 +94,19 @@ def peer_config(config_file: Path | None, **flags: Any) -> PeerConfig:
     flags |= {name: flags.get(name) or None for name in ("bootstraps", "contacts")}
     config = load_peer_config(flags, environment=os.environ, file=config_file)
     warn_if_exposed(config.host, config.dht_host, config.announce, *config.contacts)
+    _warn_if_unreachable(config.host, config.announce)
     return config
+
+
+def _warn_if_unreachable(host: str, announce: str) -> None:
+    from geo_diloco.config import is_loopback
+
+    if announce and is_loopback(host) and not is_loopback(announce):
+        say(
+            f"warning: --announce {announce}, but this process listens on {host} only: others can't reach it there "
+            "unless something here forwards to it; --host 0.0.0.0 listens everywhere",
+            err=True,
+        )
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def replay(
-    tape: Annotated[Path, typer.Argument(help="A peer's tape.jsonl, in its run folder.")],
+    tape: Annotated[Path, typer.Argument(help="A peer's run folder, or the tape.jsonl in it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Replay a peer's tape: the same decisions, and for every update and contribution still held the same bits."""
     from geo_diloco.node import replay as replay_tape
 
-    result = replay_tape(tape)
+    result = replay_tape(tape / "tape.jsonl" if tape.is_dir() else tape)
     if as_json:
         answer(json.dumps(dataclasses.asdict(result)))
     if result.divergence is not None:

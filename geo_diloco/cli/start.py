@@ -70,8 +70,13 @@ def _print_json(info: FounderInfo) -> None:
 
 
 def _print_text(info: FounderInfo) -> None:
+    from geo_diloco.config import is_loopback
+
     say(f"run {info.run} is open; its files are in {info.run_dir}")
-    say("\njoin from any machine that reaches this one:\n")
+    if is_loopback(info.http):
+        say("\njoin from this machine (it listens on loopback only; for others: --host 0.0.0.0 --announce HOST):\n")
+    else:
+        say("\njoin from any machine that reaches this one:\n")
     say(f"  geo-diloco join {info.invite}\n")
     say(f"(should no bootstrap answer one day: add --contact {info.http}, or another peer's address)")
     say("Ctrl-C ends it; resume with")

@@ -29,6 +29,8 @@ def hand_over(run_dir: Path, *, to: str = "", limit_s: float = 60.0) -> str:
     key = next((path for path in (folder.key, folder.identity_key) if path.exists()), None)
     url = read_ports(folder).url
     if key is None or not url:
+        if not run_dir.exists():
+            raise RunDirError(f"{run_dir}: no such folder")
         raise RunDirError(f"{run_dir} is not the folder of a peer that can serve: no key, or no port in it")
     manifest = read_manifest(folder)
     identity = Identity.load_or_create(key)

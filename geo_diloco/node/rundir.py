@@ -211,7 +211,7 @@ def hold(root: Path) -> RunDir:
         if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             reason = exc.strerror or str(exc)
             raise RunDirError(f"run directory {root} can't be locked: {reason}; give a folder on another disk") from exc
-        raise RunDirError(f"run directory {root} is in use by another process") from exc
+        raise RunDirError(f"run directory {root} is in use by another process; wait for its end, or end it") from exc
     run_dir = RunDir(root, handle)
     for folder in (root, run_dir.state):
         with contextlib.suppress(OSError):

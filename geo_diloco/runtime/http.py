@@ -7,6 +7,7 @@ Everyone may read: what is served names itself by a digest or is signed. Written
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -179,7 +180,8 @@ class HttpServer:
                 prepare(each, congestion=self._lanes.controls, receive_bytes=self._lanes.receive_bytes)
         except OSError as exc:
             await runner.cleanup()
-            raise ConfigError(f"can't listen on {host}:{port}: {exc.strerror or exc}") from exc
+            hint = "; --port 0 takes a free one" if exc.errno == errno.EADDRINUSE else ""
+            raise ConfigError(f"can't listen on {host}:{port}: {exc.strerror or exc}{hint}") from exc
         self._runner, self._listener = runner, listener
         return int(listener.sockets[0].getsockname()[1])
 

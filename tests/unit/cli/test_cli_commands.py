@@ -97,9 +97,11 @@ class FakeNode:
     more_status: dict[str, Any] = field(default_factory=dict)
     replayed: ReplayResult = field(default_factory=ReplayResult)
 
+    http: str = "127.0.0.1:31340"
+
     def run_founder(self, source: Path, config: PeerConfig, *, on_ready: Any) -> int:
         self.calls.append(("founder", source, config))
-        on_ready(FounderInfo())
+        on_ready(FounderInfo(http=self.http))
         return self.exit_status
 
     def run_standby(self, invite: Invite, config: PeerConfig) -> int:
@@ -133,6 +135,7 @@ class FakeNode:
         return to
 
     def replay(self, tape: Path) -> ReplayResult:
+        self.calls.append(("replay", tape))
         return self.replayed
 
     @contextlib.contextmanager
@@ -233,6 +236,18 @@ def test_the_nodes_exit_status_is_the_commands(node: FakeNode) -> None:
     node.exit_status = 3
     assert run("start", "run.toml").exit_code == 3
     assert run("join", LOCAL.to_string(), "--no-train").exit_code == 3
+
+
+def test_who_can_join_is_told_as_it_is(node: FakeNode) -> None:
+    assert "join from this machine (it listens on loopback only; for others: --host" in run("start", "run.toml").stdout
+    node.http = "192.0.2.1:31340"
+    assert "join from any machine that reaches this one" in run("start", "run.toml").stdout
+
+
+def test_an_address_at_which_nobody_listens_is_warned_of(node: FakeNode) -> None:
+    said = run("start", "run.toml", "--announce", "192.0.2.2").stderr
+    assert "warning: --announce 192.0.2.2, but this process listens on 127.0.0.1 only" in said
+    assert "listens on" not in run("start", "run.toml", "--announce", "192.0.2.2", "--host", "0.0.0.0").stderr
 
 
 def test_off_loopback_start_warns_that_traffic_is_not_encrypted(node: FakeNode) -> None:
@@ -401,6 +416,11 @@ def test_status_of_a_run_without_learners_or_measurements_is_readable() -> None:
 def test_export_says_where_the_model_is(node: FakeNode, tmp_path: Path) -> None:
     assert run("export", "run-dir", "--to", str(tmp_path)).stdout == f"wrote {tmp_path}\n"
     assert node.calls == [("export", Path("run-dir"), tmp_path)]
+
+
+def test_a_folder_is_replayed_by_the_tape_in_it(node: FakeNode, tmp_path: Path) -> None:
+    run("replay", str(tmp_path))
+    assert node.calls == [("replay", tmp_path / "tape.jsonl")]
 
 
 def test_a_replay_without_divergence_says_what_was_checked(node: FakeNode) -> None:
