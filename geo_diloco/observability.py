@@ -21,7 +21,7 @@ from geo_diloco.errors import GeoDilocoError
 from geo_diloco.manifest import RunRules
 from geo_diloco.protocol.amendments import AMENDABLE, SECTIONS, Amended, amended_at
 from geo_diloco.protocol.election.ballots import Elector
-from geo_diloco.protocol.election.status import ElectionStatus
+from geo_diloco.protocol.election.status import ElectionStatus, SeatStatus
 from geo_diloco.protocol.status import LearnerStatus, PeerStatus, RoundStatus
 from geo_diloco.protocol.uplink import codec_text
 
@@ -135,6 +135,7 @@ def status_json(
         "finish_reason": status.finished,
         "heldout": [[seq, loss, round(heldout_at.get(seq, 0.0), 3)] for seq, loss in status.heldout],
         "tokens_total": status.tokens_total,
+        "served_by": None if status.election is None else _served_by(status.election),
         "commits": status.num_commits,
         "progress": status.progress,
         "rules": _rules_json(status.rules, status.amended),
@@ -175,6 +176,8 @@ def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, 
         "offers": [_elector_json(elector) | {"held": list(rank)} for elector, rank in election.offers],
         "durable_seq": election.durable_seq,
         "roster": list(election.roster),
+        "electors": [_seat_json(each) for each in election.seats],
+        "standbys": [_seat_json(each) for each in election.standbys],
         "follows": election.follows,
         "syncer": election.syncer,
         "lease_ms": lease_ms,
@@ -183,6 +186,19 @@ def _election_json(election: ElectionStatus, lease_ms: int | None) -> dict[str, 
         "append": election.append,
         "roster_plan": election.roster_plan,
     }
+
+
+def _served_by(election: ElectionStatus) -> dict[str, str] | None:
+    """Who serves the run, and where, as far as the peer that is asked knows."""
+    if election.role == "syncer":
+        return {"peer": election.seat.peer, "address": election.seat.address}
+    if election.syncer is None or election.follows != election.syncer[0]:
+        return None
+    return {"peer": election.syncer[0], "address": election.syncer[1]}
+
+
+def _seat_json(seat: SeatStatus) -> dict[str, Any]:
+    return _elector_json(seat.elector) | {"here": seat.here, "heard_ms": seat.heard_ms}
 
 
 def _elector_json(elector: Elector) -> dict[str, Any]:
@@ -195,19 +211,29 @@ def _elector_json(elector: Elector) -> dict[str, Any]:
 
 
 def _learner_json(learner: LearnerStatus) -> dict[str, Any]:
-    tokens_per_step = learner.tokens / learner.step if learner.step else 0.0
     return {
         "peer": learner.peer,
         "host": learner.host,
         "connected": learner.connected,
         "step": learner.step,
         "tokens": learner.tokens,
-        "tokens_per_s": round(tokens_per_step * 1e6 / learner.step_time_us, 1) if learner.step_time_us else 0.0,
+        "tokens_per_s": _tokens_per_s(learner),
         "loss": learner.loss,
         "step_time_ms": learner.step_time_us / 1000,
         "doing": learner.doing,
         "uplink": learner.uplink,
     }
+
+
+def _tokens_per_s(learner: LearnerStatus) -> float:
+    """By its last inner step, as long as nothing better is known: one step is no pace."""
+    if not learner.connected:
+        return 0.0
+    if learner.tokens_per_s is not None:
+        return float(learner.tokens_per_s)
+    if not (learner.step and learner.step_time_us):
+        return 0.0
+    return round(learner.tokens / learner.step * 1e6 / learner.step_time_us, 1)
 
 
 def _round_json(each: RoundStatus) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import typer
 
 from geo_diloco.cli import options
 from geo_diloco.cli.options import answer
-from geo_diloco.cli.status import amended_lines
+from geo_diloco.cli.status_text import amended_lines
 
 
 def amend(

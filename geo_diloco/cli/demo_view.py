@@ -160,7 +160,7 @@ def _learners_table(status: RunStatus) -> Table:
             count(learner.tokens_per_s),
             f"{learner.step_time_ms:.0f}",
             _loss(learner.loss),
-            Text(learner.doing if learner.connected else f"away; {learner.doing}".rstrip("; ")),
+            Text(learner.doing if learner.connected else "away"),
             style="" if learner.connected else "dim",
         )
     if len(status.learners) > _LEARNERS_SHOWN:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from geo_diloco.node.amending import amend
-    from geo_diloco.node.asking import fetch_status
+    from geo_diloco.node.asking import fetch_status, folder_status
     from geo_diloco.node.founder import Founder
     from geo_diloco.node.handing_over import hand_over
     from geo_diloco.node.inviting import FounderInfo
@@ -29,6 +29,7 @@ __all__ = [
     "amend",
     "export",
     "fetch_status",
+    "folder_status",
     "found",
     "hand_over",
     "join",
@@ -46,6 +47,7 @@ _HOMES = {
     "amend": "amending",
     "export": "offline",
     "fetch_status": "asking",
+    "folder_status": "asking",
     "found": "starting",
     "hand_over": "handing_over",
     "join": "starting",

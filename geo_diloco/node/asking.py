@@ -15,15 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from geo_diloco.config import checked_contacts
-from geo_diloco.errors import DirectoryError, RefusedError, RemoteProtocolError, TransferError
+from geo_diloco.errors import (
+    DirectoryError,
+    InviteError,
+    RefusedError,
+    RemoteProtocolError,
+    RunDirError,
+    TransferError,
+)
 from geo_diloco.manifest import RunId
 from geo_diloco.node.addresses import read_ports
-from geo_diloco.node.rundir import RunDir, default_root
+from geo_diloco.node.ended import ended_status, folders_of
+from geo_diloco.node.rundir import RunDir, default_root, read_manifest
 from geo_diloco.runtime.bootstrap import DEFAULT_HTTP_PORT
 from geo_diloco.runtime.contacts import Contacts, read_contacts
 from geo_diloco.runtime.dht import Directory
 from geo_diloco.runtime.directory import OnStatus
-from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.invite import BOOTSTRAPS_MAX, Invite
 from geo_diloco.runtime.records import by_claim, maddr_of, tcp_of_maddr
 from geo_diloco.runtime.session import Session, fetch_manifest, make_session
 from geo_diloco.runtime.session import fetch_status as ask_status
@@ -37,6 +45,8 @@ ASKED_MAX = 64
 WITH_STANDBY_S = 10.0
 """For the directory, where somebody of the run has answered who does not serve."""
 PAUSE_S = 0.5
+NOWHERE = "/ip4/127.0.0.1/tcp/1/p2p/none"
+"""Stands in an invite for bootstraps that are not known."""
 
 
 def fetch_status(invite: str | Invite, contacts: Sequence[str] = ()) -> dict[str, Any]:
@@ -46,10 +56,41 @@ def fetch_status(invite: str | Invite, contacts: Sequence[str] = ()) -> dict[str
     return asyncio.run(_fetch(parsed, known_contacts(parsed.run, checked_contacts(contacts))))
 
 
-async def _fetch(invite: Invite, known: Contacts) -> dict[str, Any]:
+def folder_status(root: Path, contacts: Sequence[str] = ()) -> dict[str, Any]:
+    """The same by the folder of a peer on this machine: its process is asked, and whom it knows. Of a run that is over
+    and nobody serves any more, what the folder holds. Raises RunDirError for a folder that is none, DirectoryError."""
+    folder = RunDir(root)
+    if not root.is_dir():
+        raise RunDirError(f"{root}: no such folder")
+    run = read_manifest(folder).run_id()
+    kept = Contacts()
+    with suppress(OSError, RemoteProtocolError):
+        kept = read_contacts(folder.contacts)
+    known = Contacts(tuple(checked_contacts(contacts))).before(kept).before(known_contacts(run, ()))
+    return asyncio.run(_fetch(_invite_of(folder, run, known), known, folders=(folder,)))
+
+
+def _invite_of(folder: RunDir, run: RunId, known: Contacts) -> Invite:
+    """The founder's or standby's; a learner keeps none, but where others can be reached. Raises RunDirError."""
+    with suppress(OSError, UnicodeDecodeError, InviteError):
+        invite = Invite.parse(folder.invite.read_text("utf-8").strip())
+        if invite.run == run:
+            return invite
+    try:
+        return Invite(run=run, bootstraps=known.maddrs[:BOOTSTRAPS_MAX] or (NOWHERE,))
+    except InviteError as exc:
+        raise RunDirError(f"{folder.contacts} is damaged: {exc}; ask with the run's invite") from exc
+
+
+async def _fetch(invite: Invite, known: Contacts, *, folders: Sequence[RunDir] = ()) -> dict[str, Any]:
+    """`folders`: of this run, on this machine, beside those that are among this user's state."""
     session = make_session()
     try:
-        syncer, standby = await _from_likely(session, invite, known)
+        syncer, standby = await _from_likely(session, invite, known, [read_ports(each).url for each in folders])
+        if syncer is None and standby is None:
+            ended = ended_status(invite.run, folders or folders_of(invite.run))
+            if ended is not None:
+                return ended
         return syncer or await _from_directory(session, invite, known, standby)
     finally:
         await session.close()
@@ -87,8 +128,11 @@ def named_in(status: Mapping[str, Any]) -> list[str]:
 Status = dict[str, Any] | None
 
 
-async def _from_likely(session: Session, invite: Invite, known: Contacts) -> tuple[Status, Status]:
-    """The syncer's, if it is found so, else that of somebody else in the run, if one is found."""
+async def _from_likely(
+    session: Session, invite: Invite, known: Contacts, more: Sequence[str] = ()
+) -> tuple[Status, Status]:
+    """The syncer's, if it is found so, else that of somebody else in the run, if one is found. `more`: URLs to ask
+    beside the likely ones."""
 
     async def ask(url: str) -> Status:
         try:
@@ -96,7 +140,8 @@ async def _from_likely(session: Session, invite: Invite, known: Contacts) -> tup
         except (TransferError, RefusedError, RemoteProtocolError):
             return None
 
-    asked = {url: asyncio.ensure_future(ask(url)) for url in likely_urls(invite, known)}
+    urls = dict.fromkeys([*(url for url in more if url), *likely_urls(invite, known)])
+    asked = {url: asyncio.ensure_future(ask(url)) for url in urls}
     waiting, other = set(asked.values()), None
     try:
         async with asyncio.timeout(LIKELY_S):
@@ -137,6 +182,7 @@ async def _from_directory(session: Session, invite: Invite, known: Contacts, sta
         if standby is not None:
             return standby
         hint = "" if known.addresses else "; --contact HOST:PORT names a peer to be asked"
+        hint += "; where a peer of it has been, `geo-diloco status RUN_DIR` tells of a run that is over"
         raise DirectoryError(f"no status of run {invite.run[:12]} in {LIMIT_S:.0f} s: {said[-1]}{hint}") from exc
 
 

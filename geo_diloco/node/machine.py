@@ -16,13 +16,17 @@ from geo_diloco.manifest import RunId
 from geo_diloco.protocol.seat import HelloFacts
 
 
-def hello_facts(address: str = "", device: torch.device | None = None, *, pace_ms: int = 0) -> HelloFacts:
-    """Said to the syncer, for `status`. Whose inner steps are drawn out to `pace_ms` says so."""
+def hello_facts(
+    address: str = "", device: torch.device | None = None, *, pace_ms: int = 0, limits: str = ""
+) -> HelloFacts:
+    """Said to the syncer, for `status`. Whose inner steps are drawn out to `pace_ms` says so, and who holds back its
+    line."""
     from geo_diloco import __version__
 
     name = socket.gethostname()[:64]
     host = name if device is None else f"{name} ({device})"
     host += f", paced to {pace_ms} ms a step" if pace_ms else ""
+    host += f", {limits}" if limits else ""
     software = f"geo_diloco {__version__}, torch {torch.__version__}, {platform.system()}"
     return HelloFacts(host=host, software=software, address=address)
 

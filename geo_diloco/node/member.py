@@ -18,6 +18,7 @@ from torch import Tensor
 from geo_diloco.config import PeerConfig
 from geo_diloco.errors import DigestMismatch, RefusedError, RunDirError, TapeError
 from geo_diloco.manifest import FragmentId, Seq
+from geo_diloco.node.carrying import limits_text
 from geo_diloco.node.joining import (
     Lobby,
     Position,
@@ -186,7 +187,7 @@ class Member:
             chain=chain,
             shelf=self._shelf,
             role="learner" if trains else "follower",
-            hello=hello_facts(pace_ms=self._config.pace_ms if trains else 0),
+            hello=hello_facts(pace_ms=self._config.pace_ms if trains else 0, limits=limits_text(self._config)),
             may_serve=False,
             may_elect=self._config.elector,
         )

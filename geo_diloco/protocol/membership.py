@@ -32,6 +32,8 @@ CURSOR_MAX = 2**50
 PASSES_MAX = 2**20
 """Beyond any honest share: what others are told must stay far from the wire's largest integer."""
 FOR_EVER = MonoMs(2**62)
+PACE_MS = 15_000
+"""What `status` calls a learner's tokens per second is over one to two of these."""
 
 
 def moving_average(old: int | None, new: int) -> int:
@@ -57,6 +59,8 @@ class Member:
     step_time_us: int = 0
     upload_bytes_per_s: int = 0
     loss: float | None = None
+    marks: tuple[tuple[MonoMs, int], ...] = ()
+    """When it had trained how many tokens: at the beginning of this stretch of its pace, and of the one before."""
     cursor: int = 0
     uplink: str = ""
     keeps_up: bool = True
@@ -70,7 +74,19 @@ class Member:
     allotment: Allotment | None = None
     said_goodbye: bool = False
 
-    def status(self, doing: str) -> LearnerStatus:
+    def mark(self, now: MonoMs) -> None:
+        """It has told how far it is."""
+        if not self.marks or now - self.marks[0][0] >= PACE_MS:
+            self.marks = ((now, self.tokens), *self.marks[:1])
+
+    def tokens_per_s(self, now: MonoMs) -> int | None:
+        """Over some time, while it says how far it is; none if that is too short."""
+        if not self.marks or now - self.marks[-1][0] < PACE_MS // 3:
+            return None
+        at, tokens = self.marks[-1]
+        return 1000 * (self.tokens - tokens) // (now - at)
+
+    def status(self, doing: str, now: MonoMs) -> LearnerStatus:
         """For people."""
         return LearnerStatus(
             peer=self.peer,
@@ -79,6 +95,7 @@ class Member:
             step=self.step,
             tokens=self.tokens,
             step_time_us=self.step_time_us,
+            tokens_per_s=self.tokens_per_s(now),
             loss=self.loss,
             upload_bytes_per_s=self.upload_bytes_per_s,
             share=None if self.allotment is None else self.allotment.share,
@@ -200,6 +217,7 @@ class Membership:
         member.step_time_us = min(max(progress.step_time_us, 1), 3_600 * MICRO)
         member.upload_bytes_per_s, member.cursor = progress.upload_bytes_per_s, progress.cursor
         member.loss, member.uplink = progress.loss, progress.uplink[:HOST_CHARACTERS_MAX]
+        member.mark(now)
         if member.keeps_up != (progress.turn <= 1):
             member.keeps_up = progress.turn <= 1
             self._changed[peer] = None

@@ -24,7 +24,9 @@ class LearnerStatus:
     share: int | None
     doing: str
     uplink: str
-    """What it makes of its way up, in its own words; empty if there is nothing to say."""
+    """What it makes of its way up, and down if that is too thin, in its own words; empty if there is nothing to say."""
+    tokens_per_s: int | None = None
+    """Over the last half minute or so; none while that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

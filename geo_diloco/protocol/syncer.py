@@ -353,7 +353,9 @@ class Syncer:
     # -- for people -----------------------------------------------------------------------------------------------
 
     def learner_status(self, now: MonoMs) -> tuple[LearnerStatus, ...]:
-        return tuple(member.status(self._doing(member.peer, now)) for member in self._membership.all() if member.trains)
+        return tuple(
+            member.status(self._doing(member.peer, now), now) for member in self._membership.all() if member.trains
+        )
 
     def _doing(self, peer: PeerId, now: MonoMs) -> str:
         member = self._membership[peer]

@@ -9,8 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geo_diloco.manifest import MonoMs, PeerId, Term
-from geo_diloco.protocol.election.ballots import Ask, Elector, Head, Offer, Rank, SignedVote, Vote, majority
+from geo_diloco.protocol.election.ballots import (
+    Ask,
+    Elector,
+    Head,
+    Offer,
+    Rank,
+    Roster,
+    SignedVote,
+    Vote,
+    majority,
+)
 from geo_diloco.protocol.election.books import Books, Deadline
+from geo_diloco.protocol.election.status import SeatStatus
 from geo_diloco.protocol.election.voting import Verdict, text
 
 OFFER_FRESH_MS = 4_000
@@ -70,6 +81,24 @@ class Candidacy:
             for peer, each in sorted(self._offers.items())
             if self._fresh(each, now)
         )
+
+    def seats(self, roster: Roster, follows: PeerId | None, now: MonoMs) -> tuple[SeatStatus, ...]:
+        """Of that roster, for people: whom we follow is here, and whoever offers is."""
+        found: list[SeatStatus] = []
+        for elector in roster:
+            known = self._offers.get(elector.peer)
+            heard_ms = None if known is None or known.offer.enrolment != elector.enrolment else now - known.at
+            if self._books.is_me(elector) or elector.peer == follows:
+                heard_ms = 0
+            here = heard_ms is not None and heard_ms < OFFER_FRESH_MS
+            found.append(SeatStatus(elector=elector, heard_ms=heard_ms, here=here))
+        return tuple(found)
+
+    def standbys(self, now: MonoMs) -> tuple[SeatStatus, ...]:
+        """Who could serve, for people: ourselves, and whoever offers and can be reached."""
+        own = [SeatStatus(elector=self._books.seat, heard_ms=0, here=True)] if self._books.me.may_serve else []
+        fresh = [elector for elector, _ in self.offers(now) if elector.address]
+        return (*own, *(SeatStatus(elector=e, heard_ms=now - self._offers[e.peer].at, here=True) for e in fresh))
 
     def offer(self, sender: PeerId, offer: Offer, now: MonoMs) -> None:
         """An elector is here; if its disk goes further than ours, it sends what we need."""

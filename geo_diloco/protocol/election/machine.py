@@ -441,6 +441,7 @@ class Election:
     def status(self, now: MonoMs) -> ElectionStatus:
         forks, record, service = self._books.forks, self._books.record, self._tenure.service
         bound, follows = self._elector.bound(now), self._elector.follows(now)
+        followed = None if follows is None else follows.peer
         return ElectionStatus(
             role=self.role,
             branch=record.branch,
@@ -449,7 +450,9 @@ class Election:
             held=record.held,
             durable_seq=self.durable_seq,
             roster=tuple(elector.peer for elector in forks.roster),
-            follows=None if follows is None else follows.peer,
+            seats=self._candidacy.seats(forks.roster, followed, now) if service is None else service.seats(now),
+            standbys=self._candidacy.standbys(now) if service is None else service.standbys(now),
+            follows=followed,
             syncer=None if self.opened is None else (self.opened.syncer, self.opened.address),
             seat=self._books.seat,
             best=forks.best,

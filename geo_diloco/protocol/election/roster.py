@@ -54,7 +54,7 @@ def next_roster(facts: RosterFacts) -> RosterPlan:
         if standbys and size < facts.wanted:
             return _with(roster, standbys[0], "no even number stays")
         if size == 2:
-            return RosterPlan(None, "2 electors: a standby is needed, none is here")
+            return RosterPlan(None, "2 electors: one more peer is needed, none is here")
         newest = next(elector for elector in reversed(roster) if elector.peer != facts.syncer.peer)
         return _without(roster, newest, "no even number stays")
     if silent:
@@ -64,7 +64,7 @@ def next_roster(facts: RosterFacts) -> RosterPlan:
     if size > facts.wanted:
         return _without(roster, next(e for e in reversed(roster) if e.peer != facts.syncer.peer), "too many")
     if size < facts.wanted:
-        return RosterPlan(None, f"{size} of {facts.wanted} electors: two standbys are needed, {len(standbys)} are here")
+        return RosterPlan(None, f"{size} of {facts.wanted} electors: {_two_more(standbys)}")
     return RosterPlan(None, f"{size} electors as wanted")
 
 
@@ -72,8 +72,14 @@ def _from_alone(facts: RosterFacts, standbys: list[Elector]) -> RosterPlan:
     size = min(facts.wanted, 1 + len(standbys))
     size -= 1 - size % 2
     if size == 1:
-        return RosterPlan(None, f"alone: two standbys are needed, {len(standbys)} are here")
+        return RosterPlan(None, f"alone: {_two_more(standbys)}")
     return RosterPlan((*facts.roster, *standbys[: size - 1]), f"from one elector to {size}")
+
+
+def _two_more(standbys: list[Elector]) -> str:
+    """For people, to whom a standby is a peer that could serve. Whoever keeps the chain on its disk will do here."""
+    here = "1 is" if len(standbys) == 1 else f"{len(standbys) or 'none'} are"
+    return f"two more peers, learners too, come in together, and {here} here"
 
 
 def _eligible(facts: RosterFacts) -> list[Elector]:

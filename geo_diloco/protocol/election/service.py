@@ -15,6 +15,7 @@ from geo_diloco.protocol.election.books import Books, Deadline
 from geo_diloco.protocol.election.lease import Acker
 from geo_diloco.protocol.election.polls import DurableReached, SealRoster, ServiceBegan
 from geo_diloco.protocol.election.roster import RosterFacts, next_roster
+from geo_diloco.protocol.election.status import SeatStatus
 from geo_diloco.protocol.election.voting import seconds
 from geo_diloco.protocol.events import HandoverAsked
 
@@ -241,6 +242,24 @@ class Service:
             wanted=books.rules.electors_wanted,
             one_machine=books.rules.one_machine,
         )
+
+    def seats(self, now: MonoMs) -> tuple[SeatStatus, ...]:
+        """Of the roster, for people."""
+        return tuple(self._seat_status(elector, now) for elector in self._books.forks.roster)
+
+    def standbys(self, now: MonoMs) -> tuple[SeatStatus, ...]:
+        """Who could take over, for people."""
+        able = sorted(self._able(now))
+        return tuple(self._seat_status(self._ackers[peer].elector, now) for peer in able)
+
+    def _seat_status(self, elector: Elector, now: MonoMs) -> SeatStatus:
+        acker = self._ackers.get(elector.peer)
+        if self._books.is_me(elector):
+            return SeatStatus(elector=elector, heard_ms=0, here=True)
+        if acker is None or acker.elector.enrolment != elector.enrolment:
+            return SeatStatus(elector=elector, heard_ms=None, here=False)
+        heard_ms = now - acker.heard_at
+        return SeatStatus(elector=elector, heard_ms=heard_ms, here=heard_ms < self._books.rules.lease_ms)
 
     def _enrolment_now(self, elector: Elector) -> str | None:
         acker = self._ackers.get(elector.peer)

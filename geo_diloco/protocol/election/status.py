@@ -12,6 +12,17 @@ ElectionRole = Literal["peer", "candidate", "syncer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SeatStatus:
+    """An elector, or a peer that could serve, as the peer that is asked hears it."""
+
+    elector: Elector
+    heard_ms: int | None
+    """Since it was heard of last, 0 for this peer itself; none if it was not, by this peer in this term."""
+    here: bool
+    """Heard of lately enough to count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ElectionStatus:
     """What `status` shows of an election."""
 
@@ -22,6 +33,11 @@ class ElectionStatus:
     held: Rank
     durable_seq: Seq | None
     roster: tuple[PeerId, ...]
+    seats: tuple[SeatStatus, ...] = ()
+    """Of the roster. Electors tell the syncer that they are here, and a peer that could serve if nobody does: one that
+    follows somebody else knows of itself and of him."""
+    standbys: tuple[SeatStatus, ...] = ()
+    """Beside whoever serves: the peers that are here and could."""
     follows: PeerId | None
     syncer: tuple[PeerId, str] | None
     """Who serves the newest term that counts, as its `open` proves, and its address."""

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from geo_diloco.cli import app as cli
 from geo_diloco.cli import options
-from geo_diloco.cli.status import status_text
 from geo_diloco.config import PeerConfig, load_manifest
-from geo_diloco.errors import ConfigError, InviteError, RefusedError, TapeError, UserError
+from geo_diloco.errors import ConfigError, InviteError, RefusedError, RemoteProtocolError, TapeError, UserError
 from geo_diloco.manifest import RunId
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.tape import ReplayResult
@@ -130,6 +129,10 @@ class FakeNode:
         self.calls.append(("status", invite, *contacts))
         return STATUS | self.more_status
 
+    def folder_status(self, root: Path, contacts: Sequence[str]) -> dict[str, Any]:
+        self.calls.append(("folder status", root, *contacts))
+        return STATUS | self.more_status
+
     def export(self, run_dir: Path, to: Path) -> Path:
         self.calls.append(("export", run_dir, to))
         return to
@@ -157,6 +160,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
         "amend",
         "reform",
         "fetch_status",
+        "folder_status",
         "join",
         "export",
         "replay",
@@ -366,48 +370,15 @@ def test_status_asks_contacts_and_says_if_new_peers_need_one(node: FakeNode) -> 
     assert "bootstrap" not in run("status", LOCAL.to_string()).stdout
 
 
-def test_status_tells_people_where_the_run_stands(node: FakeNode) -> None:
-    text = run("status", LOCAL.to_string()).stdout
-    for part in (
-        "25% done",
-        "5 commits",
-        "held-out loss 2.1000 nats per token at seq 7 (first 5.6000)",
-        "cdcdcdcd  box  away, step 24, 900 tokens/s, loss -, training",
-        "round 3, fragment 2: 3 of 4 learners, quorum after 12 ms, grace 8 ms: all expected delivered",
-        "fragment 1 waits: quorum: 0 of 1",
-    ):
-        assert part in text
+def test_a_folder_of_the_run_will_do_for_status(node: FakeNode, tmp_path: Path) -> None:
+    assert "25% done" in run("status", str(tmp_path), "--contact", CONTACT).stdout
+    assert node.calls == [("folder status", tmp_path, CONTACT)]
 
 
-def test_status_prints_no_control_character_that_a_peer_sent() -> None:
-    assert "\x1b" not in status_text(STATUS)
-
-
-def test_status_names_limits_and_what_each_transfer_is_doing() -> None:
-    moving = {
-        "what": "blob 12ab\x1b",
-        "direction": "down",
-        "with": ["http://192.0.2.1:31340"],
-        "bytes": 12_000_000,
-        "bytes_total": 100_000_000,
-        "bytes_per_s": 1_250_000,
-        "left_s": 70.4,
-        "resumed": 2,
-    }
-    limits = {"max_up": 1_250_000, "quota": 50 * 10**9, "quota_used": 5 * 10**8}
-    bulk = {"limits": limits, "transfers": [moving, moving | {"left_s": None, "resumed": 0}], "mirror": "used up"}
-    lines = status_text(STATUS | bulk).splitlines()[-3:]
-    assert lines == [
-        "limits: max up 10 Mbit/s, 0.50 of 50 GB used today, no mirror: used up",
-        "  down blob 12ab?: 12.0 of 100.0 MB, 10.00 Mbit/s, 70 s left, with http://192.0.2.1:31340, resumed 2 times",
-        "  down blob 12ab?: 12.0 of 100.0 MB, 10.00 Mbit/s, stands still, with http://192.0.2.1:31340",
-    ]
-
-
-def test_status_of_a_run_without_learners_or_measurements_is_readable() -> None:
-    text = status_text(STATUS | {"learners": [], "heldout": [], "rounds": [], "waiting": [], "finished": True})
-    assert "no learners yet" in text
-    assert "finished" in text
+def test_an_answer_that_is_no_status_is_one_line(node: FakeNode) -> None:
+    node.more_status = {"progress": "much"}
+    with pytest.raises(RemoteProtocolError, match="what was answered is not a run's status: ValueError"):
+        run("status", LOCAL.to_string())
 
 
 # ---- export and replay -------------------------------------------------------------------------------------------

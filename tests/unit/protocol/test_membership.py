@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq
-from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, Member, Membership, moving_average
+from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, PACE_MS, Member, Membership, moving_average
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
 from geo_diloco.sim.fakes import LAYOUT
 from tests.support.chains import ANN, BEN, CYD
@@ -174,3 +174,18 @@ def test_being_told_twice_that_a_peer_is_gone_changes_nothing() -> None:
     members.disconnected(ANN, at(50))
     members.disconnected(BEN, at(50))
     assert members[ANN].gone_at == 5
+
+
+# ---- for people --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_per_second_are_over_a_while_and_fall_as_soon_as_a_learner_stalls() -> None:
+    members = membership()
+    member = join(members, ANN)
+    for second in range(61):
+        uneven = 1000 * second + (400 if second % 2 else 0)
+        members.progress(ANN, replace(PROGRESS, step=second + 1, tokens=uneven), at(1000 * second))
+        rate = member.tokens_per_s(at(1000 * second))
+        assert rate is None if second < PACE_MS // 3000 else 900 < (rate or 0) < 1100, second
+    assert member.tokens_per_s(at(120_000)) in range(150, 500)
+    assert member.status("training", at(60_000)).tokens_per_s == member.tokens_per_s(at(60_000))

@@ -430,7 +430,7 @@ def test_every_state_has_its_reason() -> None:
     assert (status.role, status.append, status.roster_plan) == (
         "syncer",
         "",
-        "alone: two standbys are needed, 0 are here",
+        "alone: two more peers, learners too, come in together, and none are here",
     )
     chain.open(A, 2, start=2)
     follower = Bench(B, chain=chain)

@@ -30,7 +30,10 @@ def test_enough_electors_stay() -> None:
 
 def test_a_lone_syncer_takes_two_electors_at_once_but_never_one() -> None:
     alone = replace(FACTS, roster=(seat(A),))
-    assert next_roster(replace(alone, standbys=(seat(B),))).reason == "alone: two standbys are needed, 1 are here"
+    assert (
+        next_roster(replace(alone, standbys=(seat(B),))).reason
+        == "alone: two more peers, learners too, come in together, and 1 is here"
+    )
     assert after(replace(alone, standbys=(seat(B), seat(C), seat(D)))) == [A, B, C]
     assert after(replace(alone, standbys=(seat(B), seat(C), seat(D), seat(E)), wanted=5)) == [A, B, C, D, E]
 
@@ -38,7 +41,7 @@ def test_a_lone_syncer_takes_two_electors_at_once_but_never_one() -> None:
 def test_a_roster_grows_only_if_it_can_become_odd_again() -> None:
     short = replace(FACTS, wanted=5)
     assert next_roster(replace(short, standbys=(seat(D),))).reason == (
-        "3 of 5 electors: two standbys are needed, 1 are here"
+        "3 of 5 electors: two more peers, learners too, come in together, and 1 is here"
     )
     assert after(replace(short, standbys=(seat(D), seat(E)))) == [A, B, C, D]
     assert after(replace(short, roster=(*FACTS.roster, seat(D)), standbys=(seat(E),))) == [A, B, C, D, E]
@@ -52,7 +55,7 @@ def test_an_even_number_does_not_stay() -> None:
 
 def test_two_electors_wait_for_a_third_because_one_would_bear_less() -> None:
     two = replace(FACTS, roster=(seat(A), seat(B)))
-    assert next_roster(two).reason == "2 electors: a standby is needed, none is here"
+    assert next_roster(two).reason == "2 electors: one more peer is needed, none is here"
     assert after(replace(two, standbys=(seat(C),))) == [A, B, C]
 
 

@@ -309,7 +309,10 @@ def with_standbys(serving: Serving, *peers: PeerId, ms: int = 4 * RULES.heartbea
 def test_a_syncer_alone_takes_two_standbys_that_ack_from_disk_at_once() -> None:
     bench, chain = founded()
     bench.wait(ROSTER_MS)
-    assert bench.machine.status(bench.now).roster_plan == "alone: two standbys are needed, 0 are here"
+    assert (
+        bench.machine.status(bench.now).roster_plan
+        == "alone: two more peers, learners too, come in together, and none are here"
+    )
     serving = Serving.__new__(Serving)
     serving.bench, serving.chain = bench, chain
     effects: list[PollEffect] = []
@@ -511,3 +514,41 @@ def test_a_release_by_anybody_but_the_syncer_followed_frees_nobody() -> None:
     bench.hear(C, Release(to=C), term=1)
     bench.hear(A, Release(to=C), term=1, start=2)
     assert bench.machine.status(bench.now).follows == A
+
+
+# ---- for people -------------------------------------------------------------------------------------------------
+
+
+def test_a_syncer_knows_which_electors_are_here_and_who_could_take_over() -> None:
+    serving = Serving()
+    bench = serving.bench
+    serving.ack(A, address="")
+    serving.ack(D)
+    bench.wait(2_000)
+    status = bench.machine.status(bench.now)
+    seen = {each.elector.peer: (each.here, each.heard_ms) for each in status.seats}
+    assert seen == {A: (True, 2_000), B: (True, 0), C: (False, None)}
+    assert [each.elector.peer for each in status.standbys] == [D], "A only dials out"
+    bench.wait(LEASE_MS)
+    status = bench.machine.status(bench.now)
+    assert {each.elector.peer: each.here for each in status.seats} == {A: False, B: True, C: False}
+    assert status.standbys == (), "D was not heard of for a lease"
+
+
+def test_who_follows_knows_its_syncer_is_here_and_who_follows_nobody_those_who_offer() -> None:
+    chain = Chain((seat(A), seat(B), seat(C)))
+    chain.open(A, 1)
+    bench = Bench(B, chain=chain)
+    bench.hear(A, Append(head=chain.head, durable_seq=Seq(0), sent_at=MonoMs(0)), term=1)
+    here = {each.elector.peer: each.here for each in bench.machine.status(bench.now).seats}
+    assert here == {A: True, B: True, C: False}
+    bench.wait(RULES.promise_ms)
+    bench.hear(C, offer_of(C), term=1)
+    bench.wait(1_000)
+    status = bench.machine.status(bench.now)
+    assert {each.elector.peer: (each.here, each.heard_ms) for each in status.seats} == {
+        A: (False, None),
+        B: (True, 0),
+        C: (True, 1_000),
+    }
+    assert [each.elector.peer for each in status.standbys] == [B, C]
