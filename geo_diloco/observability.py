@@ -62,6 +62,10 @@ class EventLog:
             return
         self._write({"at": round(self._clock(), 3), "level": level, "topic": topic, "text": text, **facts})
 
+    def forget(self, topic: str) -> None:
+        """What it said last is out of date: the same again is news."""
+        self._last.pop(topic, None)
+
     def failure(self, topic: str, failure: BaseException) -> None:
         """An exception: ours on purpose by its code, any other with its traceback."""
         if isinstance(failure, GeoDilocoError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +73,13 @@ def _print_json(info: FounderInfo) -> None:
 def _print_text(info: FounderInfo) -> None:
     from geo_diloco.config import is_loopback
 
-    say(f"run {info.run} is open; its files are in {info.run_dir}")
+    folder = shlex.quote(str(info.run_dir))
+    if info.finished is not None:
+        say(f"run {info.run} is finished ({info.finished}): this process only tells so to peers that have missed it")
+        say("Ctrl-C ends it; the run's model, once it has ended:")
+        say(f"  geo-diloco export {folder} --to my-model")
+        return
+    say(f"run {info.run} {_how_it_is(info)}; its files are in {info.run_dir}")
     if is_loopback(info.http):
         say("\njoin from this machine (it listens on loopback only; for others: --host 0.0.0.0 --announce HOST):\n")
     else:
@@ -80,4 +87,13 @@ def _print_text(info: FounderInfo) -> None:
     say(f"  geo-diloco join {info.invite}\n")
     say(f"(should no bootstrap answer one day: add --contact {info.http}, or another peer's address)")
     say("Ctrl-C ends it; resume with")
-    say(f"  geo-diloco start {info.run_dir}")
+    say(f"  geo-diloco start {folder}")
+
+
+def _how_it_is(info: FounderInfo) -> str:
+    if info.served_by is None:
+        return "is taken up again, and nobody serves it yet"
+    if info.served_by == info.peer:
+        return "is open"
+    where = f" at {info.served_at}" if info.served_at else ""
+    return f"goes on: {info.served_by[:8]} serves it{where}, and this peer is a standby"

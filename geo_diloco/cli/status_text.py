@@ -74,14 +74,18 @@ def _election_lines(status: Json) -> list[str]:
         return []
     names = ", ".join(_elector_text(peer, status) for peer in election["roster"])
     lines = _served_lines(status, election)
+    if over:
+        return [*lines, f"{len(election['roster'])} electors: {names}"]
     lines.append(f"{len(election['roster'])} electors: {names}{_plan_text(election)}")
-    return lines if over else [*lines, *_missing_lines(election), *_standby_lines(status, election)]
+    return [*lines, *_missing_lines(election), *_standby_lines(status, election)]
 
 
 def _served_lines(status: Json, election: Json) -> list[str]:
     served = status.get("served_by")
     who = "" if not served else f"served by {_plain(served['peer'])[:8]}{_at(served)}"
     if election["role"] == "syncer":
+        if status["finished"]:  # whoever serves tells of the end, and needs nobody for that
+            return [f"{who or 'syncer'}: term {election['term']}"]
         lease = "no lease" if election["lease_ms"] is None else _lease_text(election["lease_ms"])
         durable = "-" if election["durable_seq"] is None else election["durable_seq"]
         lines = [f"{who or 'syncer'}: term {election['term']}, {lease}, durable up to seq {durable}"]
@@ -114,7 +118,7 @@ def _elector_text(peer: str, status: Json) -> str:
 
 def _plan_text(election: Json) -> str:
     plan = _plain(election["roster_plan"])
-    return f"; {plan}" if election["role"] == "syncer" and plan else ""
+    return f"; {plan}" if election["role"] == "syncer" and plan and not election["append"] else ""
 
 
 def _missing_lines(election: Json) -> list[str]:

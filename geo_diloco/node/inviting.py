@@ -26,6 +26,12 @@ class FounderInfo:
     maddrs: tuple[str, ...]
     """Of its own DHT side."""
     run_dir: Path
+    served_by: PeerId | None = None
+    """Who serves the run now: this peer or another; none while that is not known."""
+    served_at: str = ""
+    """Where that is, if it is another."""
+    finished: str | None = None
+    """Why, of a run that is over."""
 
 
 def info_of(parts: NodeParts, config: PeerConfig, *, maddrs: Sequence[str], http: str) -> FounderInfo:

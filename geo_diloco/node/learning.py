@@ -199,7 +199,9 @@ class Learning:
                     p.driver.feed(UploadFailed(effect.blob, str(exc)))
                     return
             except TransferError as exc:
-                p.log.note("upload", str(exc), level="warning")
+                is_known = p.connection() == 0  # that the syncer is lost was said, and is why
+                text = f"a contribution could not be handed in, trying again: {exc}"
+                p.log.note("upload", text, level="debug" if is_known else "warning")
             else:
                 p.driver.feed(UploadDone(effect.blob, rate))
                 return

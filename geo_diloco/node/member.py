@@ -271,6 +271,8 @@ class Member:
         try:
             async with asyncio.timeout(SAVE_S):
                 await self.learning.wait_saved(last_save)
+            if self._station is not None and self._station.core.ledger.finished is None:
+                log.note("leave", f"saved in {self.lobby.run_dir.root}: join with the same invite to go on from there")
         except TimeoutError:
             log.note("leave", "the last checkpoint was not written in time", level="warning")
         except RunDirError as exc:
@@ -292,6 +294,9 @@ class Member:
         if station is None:
             return facts
         status = station.core.status(station.driver.now())
+        if status.training is not None:
+            mine = status.training
+            facts |= {"step": mine.step, "tokens": mine.tokens, "loss": mine.loss}
         return facts | {
             "role": status.role,
             "term": status.term,
@@ -300,6 +305,7 @@ class Member:
             "tokens_total": status.tokens_total,
             "commits": status.num_commits,
             "progress": status.progress,
+            "rounds": station.telling.num_rounds,
             "versions": list(status.versions),
             "uplink": status.uplink,
         }

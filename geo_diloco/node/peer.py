@@ -158,6 +158,8 @@ class Peer:
             pace_ms=self._config.pace_ms,
         )
         self._layout, self._learner = layout, Learner(model, optimizer, learning.mailbox, setup)
+        if not self.finished:
+            self._log.note("training", self._begin_text(model))
         if begun.checkpoint is None and not self.finished:
             # From here on there is always a checkpoint to come back to, so no step is ever merged without a trace.
             self._learner.save()
@@ -194,6 +196,14 @@ class Peer:
         self._thread.wait(learning.started.wait(), check=self._check)
         self._check()
         return begun
+
+    def _begin_text(self, model: nn.Module) -> str:
+        """What it trains on, which a script may have chosen otherwise than the settings say."""
+        device = next((parameter.device for parameter in model.parameters()), self.device)
+        threads = torch.get_num_threads()
+        on = f"{device} ({str(self.dtype).removeprefix('torch.')})"
+        on += f", {threads} thread{'' if threads == 1 else 's'}" if device.type == "cpu" else ""
+        return f"on {on}; this peer's files: {self._run_dir.root}; Ctrl-C leaves, join again to go on"
 
     def _layout_of(self, model: nn.Module) -> Layout:
         return layout_from_module(model, num_fragments=self.manifest.sync.num_fragments)

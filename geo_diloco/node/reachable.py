@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +32,7 @@ from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts, d
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
 from geo_diloco.protocol.events import AmendmentAsked, FoundRun, HandoverAsked
-from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Record, Reform
+from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Finished, Record, Reform
 from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.dht import Directory
@@ -50,6 +51,8 @@ LEAVE_S = 1.5
 LOOK_AFTER_S = 30.0
 OPEN_S = 5.0
 """A founder that is its only elector opens its term sooner, or says why it can't."""
+FIND_S = 3.0
+"""So long a peer that comes back waits to hear who serves, to tell whoever started it."""
 
 
 class ReachableNode:
@@ -122,7 +125,18 @@ class ReachableNode:
         self.station.run(self._look_after(), name="look after")
         self.station.run(self._lag.run(), name="lag")
         await self._wait_open()
-        return info_of(p, config, maddrs=self._directory.visible_maddrs, http=self._address)
+        info = info_of(p, config, maddrs=self._directory.visible_maddrs, http=self._address)
+        return replace(info, **self._who_serves())
+
+    def _who_serves(self) -> dict[str, Any]:
+        """For whoever started this peer."""
+        station = self.station
+        opened, finished = station.core.election.opened, self._why_finished()
+        if station.core.serves:
+            return {"served_by": self._p.identity.peer_id, "finished": finished}
+        if opened is None or not station.has_followed:
+            return {"finished": finished}
+        return {"served_by": opened.syncer, "served_at": opened.address, "finished": finished}
 
     async def _look_after(self) -> None:
         """What would take long when somebody asks."""
@@ -237,12 +251,17 @@ class ReachableNode:
 
     async def _wait_open(self) -> None:
         """Until the run can be joined, where that depends on nobody else."""
-        peers = [elector.peer for elector in self.station.core.election.roster]
-        if self._p.snapshot is not None and peers != [self._p.identity.peer_id]:
-            return
+        station = self.station
+        peers = [elector.peer for elector in station.core.election.roster]
 
         def is_open() -> bool:
-            return self.station.core.serves or self.station.core.ledger.finished is not None or self.failure is not None
+            return station.core.serves or self._why_finished() is not None or self.failure is not None
+
+        if self._p.snapshot is not None and peers != [self._p.identity.peer_id]:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIND_S):
+                    await self.driver.wait_until(lambda: is_open() or station.has_followed)
+            return
 
         while not is_open():
             try:
@@ -436,12 +455,14 @@ class ReachableNode:
         station = self._station
         is_sound = station is not None and station.driver.failure is None
         if station is not None and is_sound:
+            has_served = station.core.serves
             station.request_stop(reason)
             try:
                 async with asyncio.timeout(LEAVE_S):
                     await self._ready_to_leave.wait()
             except TimeoutError:
                 self._p.log.note("leave", "a merge was not finished in time", level="warning")
+            self._p.log.note("leave", self._parting_text(has_served=has_served))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._go_off_air())
             if self._directory is not None:
@@ -452,6 +473,24 @@ class ReachableNode:
             await self._write_summary()
         self._worker.close()
         await asyncio.to_thread(self._p.chain.close)
+
+    def _parting_text(self, *, has_served: bool) -> str:
+        """How the run goes on without this peer, and how this peer comes back."""
+        core, folder = self.station.core, self._p.run_dir
+        back = f"`geo-diloco start {shlex.quote(str(folder.root))}`" if folder.key.exists() else "it joins again"
+        if self._why_finished() is not None:
+            return "the run is finished: this peer is not needed any more"
+        if core.serves:
+            return f"nobody could take over: the run waits until this peer is back: {back}"
+        if has_served:
+            return f"handed over: the run goes on without this peer; it comes back as a standby: {back}"
+        return f"left; this peer comes back as it was: {back}"
+
+    def _why_finished(self) -> str | None:
+        """By what is durable, or else by this disk alone: when all have left nobody is there to say that it is."""
+        core = self.station.core
+        last = self._p.chain.entry(core.election.best.digest)
+        return last.reason if isinstance(last, Finished) else core.ledger.finished
 
     async def _go_off_air(self) -> None:
         await self._server.stop()

@@ -54,6 +54,8 @@ class Standby(Reachable):
                 config = as_before(self._held, config)
                 self._node = self._thread.wait(_make(invite, self._held, config, self._log), check=check)
                 self.info: FounderInfo = self._thread.wait(self._node.start(), check=check)
+            ready = f"ready at {self.info.http} to take over if the syncer is lost; its files: {self._held.root}"
+            self._log.note("standby", ready)
         except BaseException:
             self.close()
             raise

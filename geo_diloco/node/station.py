@@ -18,7 +18,9 @@ from geo_diloco.manifest import WIRE_VERSION, BootId, PeerId, RunId, RunManifest
 from geo_diloco.node.contacting import ContactBook, Remembering
 from geo_diloco.node.machine import machine_name
 from geo_diloco.node.rundir import RunDir
+from geo_diloco.node.telling import Telling
 from geo_diloco.observability import EventLog
+from geo_diloco.protocol.effects import TokensMerged
 from geo_diloco.protocol.election.ballots import Rank
 from geo_diloco.protocol.events import (
     ChainLoaded,
@@ -109,6 +111,8 @@ class Station:
         self._tasks: list[asyncio.Task[None]] = []
         self._publish_now = asyncio.Event()
         self._has_looked = asyncio.Event()
+        self.has_followed = False
+        """Somebody who serves has taken this peer."""
         boot = Boot(
             peer=p.identity.peer_id,
             boot=self.boot,
@@ -151,10 +155,19 @@ class Station:
             own=p.identity.peer_id,
             look_up=self._look_up,
             is_final=self._speaks_for_the_run,
+            is_finished=lambda: self.core.ledger.finished is not None,
             log=p.log,
         )
         for hands in (self.following, self.links, self.electing, self.seeker):
             self.driver.interpret(hands.interpreters())
+        self.telling = Telling(
+            self.driver,
+            p.log,
+            folder=p.run_dir.root,
+            may_serve=p.may_serve,
+            is_connected=lambda: self.seeker.connection != 0,
+        )
+        self.driver.interpret({TokensMerged: self.telling.merged})
         p.store.on_damaged = self._blob_damaged
 
     def _build_following(self) -> Following:
@@ -205,6 +218,7 @@ class Station:
         self.run(self._look_around(), name="look around")
         self.run(self._remembering().run(), name="contacts")
         self.run(self._end_if_stranded(), name="stranded")
+        self.run(self.telling.run(), name="telling")
 
     def run(self, errand: Coroutine[Any, Any, None], *, name: str) -> None:
         """As long as this peer is on the air; if it fails the peer does."""
@@ -308,6 +322,14 @@ class Station:
             opened = self.core.election.opened
             if opened is not None and opened.syncer == peer:
                 self.seeker.welcomed_by(peer)
+                self._tell_syncer(peer, opened.address)
+
+    def _tell_syncer(self, peer: PeerId, address: str) -> None:
+        """It has taken us: whoever reads of a connection that was lost reads this after it."""
+        again = " again" if self.has_followed else ""
+        where = f" ({address})" if address else ""
+        self._p.log.note("syncer", f"following {peer[:8]}{where} in term {self.core.election.record.term}{again}")
+        self.has_followed = True
 
     # ---- errands
 

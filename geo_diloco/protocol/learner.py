@@ -52,7 +52,7 @@ from geo_diloco.protocol.messages import (
     Welcome,
 )
 from geo_diloco.protocol.resume_point import ResumePoint
-from geo_diloco.protocol.status import FragmentTokens
+from geo_diloco.protocol.status import FragmentTokens, TrainingStatus
 from geo_diloco.protocol.uplink import Uplink
 from geo_diloco.protocol.uploads import Uploads
 
@@ -401,6 +401,10 @@ class Learner:
     def uplink(self) -> str:
         """What it makes of its way up, for people."""
         return self._uplink.text()
+
+    def training_status(self) -> TrainingStatus:
+        """For people."""
+        return TrainingStatus(step=self.step, tokens=self.tokens, loss=self._loss)
 
     def _boundary(self, step: int, tokens: int, cursor: int | None) -> None:
         self.step, self.tokens = max(self.step, step), max(self.tokens, tokens)

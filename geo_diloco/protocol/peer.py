@@ -356,6 +356,7 @@ class Peer:
             waiting=() if self._syncer is None else self._syncer.waiting(now),
             tokens=self.tokens(),
             uplink="" if self._learner is None else self._learner.uplink(),
+            training=None if self._learner is None else self._learner.training_status(),
             election=self.election.status(now),
         )
 

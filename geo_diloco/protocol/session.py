@@ -119,9 +119,11 @@ class Session:
             return [Note("refused", f"{refuse.reason}: {refuse.detail}", "warning"), *self.say_hello(now)]
         if refuse.reason == "term":
             # It serves a term that we have not heard of: as it should be after any election.
-            return [Note("refused", f"the run goes on in another term: {refuse.detail}"), self._chain.ask_again()]
+            text = f"the run goes on in another term: {refuse.detail}"
+            return [Note("refused", text, "debug"), self._chain.ask_again()]
         if refuse.reason == "branch":
-            return [Note("refused", f"{refuse.reason}: {refuse.detail}", "warning"), self._chain.ask_again()]
+            # As it should be, too, for a peer that has just joined and has no chain yet, and after a reform.
+            return [Note("refused", f"{refuse.reason}: {refuse.detail}", "debug"), self._chain.ask_again()]
         return []
 
     def heard(self, event: Received) -> Outcome:

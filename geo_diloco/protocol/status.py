@@ -30,6 +30,15 @@ class LearnerStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingStatus:
+    """A learner as it sees itself, over its whole life."""
+
+    step: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundStatus:
     """A round that has ended in a commit."""
 
@@ -91,5 +100,7 @@ class PeerStatus:
     waiting: tuple[Waiting, ...] = ()
     tokens: tuple[FragmentTokens, ...] = ()
     uplink: str = ""
-    """Of a learner: what it makes of its way up."""
+    """Of a learner: what it makes of its way up, and down."""
+    training: TrainingStatus | None = None
+    """Of a learner."""
     election: ElectionStatus | None = None

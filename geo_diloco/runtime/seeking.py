@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import PeerId
-from geo_diloco.observability import EventLog
+from geo_diloco.observability import EventLog, Level
 from geo_diloco.protocol.effects import SeekSyncer
 from geo_diloco.runtime.donor import Donors
 from geo_diloco.runtime.driver import Driver, Interpreter
@@ -30,6 +30,8 @@ BACKOFF_S_MAX = 2.0
 """Kept short: a learner that is no elector hears of a new syncer by asking, and its work waits."""
 SLOW_S = 2.0
 """A dial that takes longer goes on beside the next one."""
+NOT_SERVING = "it does not serve (any more)"
+"""As a standby says that is asked while nobody serves yet, or by one who is looking."""
 LASTED_S = 5.0
 """A connection that lasted so long was worth it: the next look begins without a wait."""
 
@@ -42,6 +44,8 @@ class _Dial:
     began: int
     task: asyncio.Task[str] | None = None
     is_up: bool = False
+    has_served: bool = False
+    """It took us: there was a syncer."""
     is_needless: bool = False
     """Another one was faster."""
 
@@ -58,16 +62,18 @@ class Seeker:
         own: PeerId,
         look_up: Callable[[], Awaitable[Sequence[tuple[PeerId | None, str]]]],
         is_final: Callable[[PeerId | None], bool],
+        is_finished: Callable[[], bool] = lambda: False,
         log: EventLog,
     ) -> None:
         """`look_up` asks the directory who claims to serve: the peer, if it is known, and the address. `is_final`:
-        whether a refusal of that peer is the run's own."""
+        whether a refusal of that peer is the run's own. `is_finished`: nobody is missed any more."""
         self._driver = driver
         self._links = links
         self._donors = donors
         self._own = own
         self._look_up = look_up
         self._is_final = is_final
+        self._is_finished = is_finished
         self._log = log
         self._hint: Place | None = None
         self._news = asyncio.Event()
@@ -212,7 +218,11 @@ class Seeker:
         reason = self._ended(dial)
         if reason and not self._is_leaving:
             whom = dial.place[1].partition("//")[2]
-            self._log.note(f"link {whom}", f"no syncer there, looking again: {reason}", level="warning")
+            text = "the syncer is lost, looking who serves" if dial.has_served else "no syncer there, looking again"
+            is_usual = self._is_finished() or (reason == NOT_SERVING and not dial.has_served)
+            level: Level = "debug" if is_usual else "warning"
+            self._log.note(f"link {whom}", f"{text}: {reason}", level=level)
+            self._log.forget("syncer")
         return dial.is_up and self._driver.now() - dial.began > LASTED_S * 1000
 
     def _cancel_dials(self) -> None:
@@ -244,13 +254,15 @@ class Seeker:
         """It serves: work may be handed in there."""
         if self._is_up and self._at[0] == peer:
             self._donors.serves_at(self._at[1])
+            for dial in self._dials:
+                dial.has_served |= dial.is_up
 
     def _ended(self, dial: _Dial) -> str:
         """Why; empty if that is of no interest."""
         task = dial.task
         assert task is not None
         if task.cancelled():
-            return "" if dial.is_needless else "it does not serve (any more)"
+            return "" if dial.is_needless else NOT_SERVING
         failure = task.exception()
         if isinstance(failure, RefusedError) and self._is_final(dial.place[0]):
             self.refused = failure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -160,7 +161,17 @@ async def asking(url: str) -> AsyncIterator[None]:
     except TimeoutError as exc:
         raise StallError(f"{url}: no progress in time") from exc
     except (aiohttp.ClientError, HttpProcessingError, OSError) as exc:
-        raise TransferError(f"{url}: {str(exc) or type(exc).__name__}") from exc
+        raise TransferError(f"{url}: {_why(exc)}") from exc
+
+
+def _why(failure: Exception) -> str:
+    """In the operating system's words where it is its: the library's are for those who know the library."""
+    if isinstance(failure, aiohttp.ClientConnectorError):
+        error = failure.os_error
+        number = error.errno or 0
+        said = os.strerror(number) if number > 0 else error.strerror or str(error)
+        return f"can't connect: {said.lower()}"
+    return str(failure) or type(failure).__name__
 
 
 async def raise_for_status(response: Response) -> None:

@@ -82,9 +82,13 @@ class FounderInfo:
     """As the node's, as far as it is printed."""
 
     run: str = RUN
+    peer: str = "ab" * 32
     invite: str = "gd1-invite"
     http: str = "127.0.0.1:31340"
     run_dir: Path = Path("somewhere")
+    served_by: str | None = "ab" * 32
+    served_at: str = ""
+    finished: str | None = None
 
 
 @dataclass
@@ -96,11 +100,11 @@ class FakeNode:
     more_status: dict[str, Any] = field(default_factory=dict)
     replayed: ReplayResult = field(default_factory=ReplayResult)
 
-    http: str = "127.0.0.1:31340"
+    info: FounderInfo = FounderInfo()
 
     def run_founder(self, source: Path, config: PeerConfig, *, on_ready: Any) -> int:
         self.calls.append(("founder", source, config))
-        on_ready(FounderInfo(http=self.http))
+        on_ready(self.info)
         return self.exit_status
 
     def run_standby(self, invite: Invite, config: PeerConfig) -> int:
@@ -229,9 +233,13 @@ def test_start_as_json_prints_one_object_on_one_line(node: FakeNode) -> None:
     result = run("start", "run.toml", "--json")
     assert json.loads(result.stdout) == {
         "run": RUN,
+        "peer": "ab" * 32,
         "invite": "gd1-invite",
         "http": "127.0.0.1:31340",
         "run_dir": "somewhere",
+        "served_by": "ab" * 32,
+        "served_at": "",
+        "finished": None,
     }
     assert result.stdout.count("\n") == 1
 
@@ -244,8 +252,21 @@ def test_the_nodes_exit_status_is_the_commands(node: FakeNode) -> None:
 
 def test_who_can_join_is_told_as_it_is(node: FakeNode) -> None:
     assert "join from this machine (it listens on loopback only; for others: --host" in run("start", "run.toml").stdout
-    node.http = "192.0.2.1:31340"
+    node.info = FounderInfo(http="192.0.2.1:31340")
     assert "join from any machine that reaches this one" in run("start", "run.toml").stdout
+
+
+def test_who_takes_a_run_up_again_reads_who_serves_it_or_that_it_is_over(node: FakeNode) -> None:
+    assert f"run {RUN} is open; its files are in somewhere" in run("start", "run").stdout
+    node.info = FounderInfo(served_by="cd" * 32, served_at="192.0.2.1:5")
+    goes_on = f"run {RUN} goes on: cdcdcdcd serves it at 192.0.2.1:5, and this peer is a standby; its files are in"
+    assert goes_on in run("start", "run").stdout
+    node.info = FounderInfo(served_by=None)
+    assert f"run {RUN} is taken up again, and nobody serves it yet" in run("start", "run").stdout
+    node.info = FounderInfo(finished="3 minutes are over", run_dir=Path("a b"))
+    over = run("start", "run").stdout
+    assert f"run {RUN} is finished (3 minutes are over)" in over and "join" not in over
+    assert "geo-diloco export 'a b' --to my-model" in over
 
 
 def test_an_address_at_which_nobody_listens_is_warned_of(node: FakeNode) -> None:
