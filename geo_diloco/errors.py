@@ -13,6 +13,7 @@
     ├── RemoteProtocolError        GD-203  another peer broke the protocol (carries the peer)
     ├── LocalProtocolError         GD-204  we broke it: a bug of ours
     ├── TransferError              GD-205  a blob could not be moved
+    ├── SlowError                  GD-206  a peer did not leave, or answer, in the time it has for that
     ├── FrameError                 GD-301  bytes that are not a valid codec frame
     │   ├── TruncatedFrame         GD-302  shorter than it declares
     │   ├── FrameLengthError       GD-303  a declared length disagrees with the layout or the bytes
@@ -117,6 +118,12 @@ class TransferError(GeoDilocoError):
     """A blob could not be moved; the transfer may be tried again and resumes."""
 
     code = "GD-205"
+
+
+class SlowError(GeoDilocoError, TimeoutError):
+    """A peer of ours did not leave, or answer, in the time it has for that: a disk or a machine that is very busy."""
+
+    code = "GD-206"
 
 
 class FrameError(GeoDilocoError):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from geo_diloco.cli import options
-from geo_diloco.cli.options import answer
+from geo_diloco.cli.options import answer, say
 from geo_diloco.cli.status_text import amended_lines
 
 
@@ -33,6 +33,8 @@ def amend(
     from geo_diloco.node import amend as order
 
     done = order(run, settings, key=key, contacts=contacts or (), wait=wait)
+    for warning in done["warnings"]:
+        say(f"warning: {warning}", err=True)
     if done["rules"] is None:
         answer(f"amendment {done['number']} is being appended: see `geo-diloco status`")
     else:

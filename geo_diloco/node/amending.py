@@ -37,8 +37,8 @@ def amend(
     limit_s: float = FIND_S,
 ) -> dict[str, Any]:
     """Order an amendment; returns the number, and what is in force as `status` says it, or none where it is not
-    waited for. `contacts`: `HOST:PORT` of peers, where no bootstrap answers. `limit_s`: how long somebody who serves is
-    looked for.
+    waited for, and warnings of what its owner may not have meant. `contacts`: `HOST:PORT` of peers, where no bootstrap
+    answers. `limit_s`: how long somebody who serves is looked for.
 
     Raises UserError of some kind, DirectoryError, RefusedError or TransferError.
     """
@@ -67,7 +67,8 @@ async def _amend(run: Owned, settings: Sequence[str], *, wait: bool, limit_s: fl
             if not wait:  # else whoever serves instead is given it, too
                 raise
         rules = await _wait_durable(finder, run, order, signed) if wait else None
-    return {"number": order.number, "given": list(changes.given()), "rules": rules}
+    warnings = _warnings(changes, syncer.status)
+    return {"number": order.number, "given": list(changes.given()), "rules": rules, "warnings": warnings}
 
 
 # ---- what is wanted ----------------------------------------------------------------------------------------------
@@ -135,6 +136,19 @@ def _order(run: Owned, status: Mapping[str, Any], changes: Changes) -> Amendment
     return AmendmentOrder(
         run=run.run, branch=BranchId(status["branch"]), number=int(amended[-1]["number"]) + 1, changes=changes
     )
+
+
+def _warnings(changes: Changes, status: Mapping[str, Any]) -> list[str]:
+    """Allowed, and hardly what was meant."""
+    learners = status.get("learners") or ()
+    here = sum(isinstance(each, dict) and each.get("connected") is True for each in learners)
+    if changes.quorum is None or changes.quorum <= here:
+        return []
+    is_are = "learner is" if here == 1 else "learners are"
+    return [
+        f"quorum {changes.quorum}, and {here} {is_are} here: nothing is merged until there are {changes.quorum}; "
+        f"--set quorum={max(1, here)} takes it back"
+    ]
 
 
 # ---- until it is in force ----------------------------------------------------------------------------------------

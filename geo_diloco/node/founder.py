@@ -22,6 +22,10 @@ from geo_diloco.runtime.dht import load_library
 __all__ = ["Founder", "FounderInfo", "Reachable"]
 
 
+LEAVE_S = 30.0
+"""What it does then is bounded by less; only what can't be bounded, such as a disk, takes longer."""
+
+
 class Reachable:
     """A founder or a standby, on its way up, on the air or gone; a context manager."""
 
@@ -85,7 +89,7 @@ class Reachable:
         try:
             node = getattr(self, "_node", None)
             if node is not None:
-                self._thread.wait(node.leave("closed by its owner"), timeout_s=30.0)
+                self._thread.wait(node.leave("closed by its owner"), timeout_s=LEAVE_S, doing="leave in good order")
         finally:
             self._thread.stop()
             self._let_go()

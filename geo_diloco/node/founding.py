@@ -41,6 +41,8 @@ from geo_diloco.runtime.store import BlobStore, ChainStore
 from geo_diloco.runtime.wire import Signed
 from geo_diloco.training.models import build_model, with_config
 
+_REPAIR = "restore a backup of this folder, but for its vote.json"
+
 
 @dataclass
 class NodeParts:
@@ -191,7 +193,7 @@ def _take_up(run_dir: RunDir, config: PeerConfig, *, quiet: bool, at_rest: bool)
     if entries:
         signed, found = entries[0]
         if not isinstance(found, Found):
-            raise RunDirError(f"{run_dir.chain} does not begin with `found`: restore a backup")
+            raise RunDirError(f"{run_dir.chain} does not begin with `found`; {_REPAIR}")
         _check_theta_0(parts, found)
         parts.snapshot = loaded_from_found(found, signed)
     return parts
@@ -295,7 +297,7 @@ def _parts(run_dir: RunDir, manifest: RunManifest, model: nn.Module, config: Pee
         layout=layout,
         outer=outer,
         store=store,
-        chain=ChainCopy(ChainStore(run_dir.chain), run=run),
+        chain=ChainCopy(ChainStore(run_dir.chain, repair=_REPAIR), run=run),
         snapshots=SnapshotShelf(run_dir.state, run=run, outer=outer, store=store, identity=identity),
         log=EventLog(run_dir.log, level=config.log_level) if quiet else stderr_log(run_dir.log, level=config.log_level),
     )

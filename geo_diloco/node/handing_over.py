@@ -17,6 +17,8 @@ from geo_diloco.runtime.session import Session, fetch_status, give_order, make_s
 from geo_diloco.runtime.wire import Order, seal_order
 
 LOOK_S = 0.2
+ELECTED_S = 10.0
+"""After that whoever takes over has been heard of, or something is wrong."""
 
 
 def hand_over(run_dir: Path, *, to: str = "", limit_s: float = 60.0) -> str:
@@ -34,13 +36,16 @@ def hand_over(run_dir: Path, *, to: str = "", limit_s: float = 60.0) -> str:
         raise RunDirError(f"{run_dir} is not the folder of a peer that can serve: no key, or no port in it")
     manifest = read_manifest(folder)
     identity = Identity.load_or_create(key)
-    return asyncio.run(_hand_over(identity, url, manifest.run_id(), to=to, limit_s=limit_s))
+    return asyncio.run(_hand_over(run_dir, identity, url, manifest.run_id(), to=to, limit_s=limit_s))
 
 
-async def _hand_over(identity: Identity, url: str, run: RunId, *, to: str, limit_s: float) -> str:
+async def _hand_over(root: Path, identity: Identity, url: str, run: RunId, *, to: str, limit_s: float) -> str:
     session = make_session()
     try:
-        status = await fetch_status(session, url)
+        try:
+            status = await fetch_status(session, url)
+        except TransferError as exc:
+            raise RunDirError(f"the peer of {root} does not run, so it has nothing to hand over: {exc}") from exc
         if status.get("peer") != identity.peer_id:
             raise RunDirError(f"at {url} is another peer than the one of this folder: it does not run")
         if status.get("role") != "syncer":
@@ -69,13 +74,19 @@ def _named(to: str, status: Mapping[str, Any]) -> PeerId | None:
 
 
 async def _wait_handed_over(session: Session, url: str, answer: str, limit_s: float) -> str:
-    deadline = time.monotonic() + limit_s
+    deadline, is_over = time.monotonic() + limit_s, False
     while time.monotonic() < deadline:
         status = await fetch_status(session, url)
         if status.get("role") != "syncer":
-            follows = (status.get("election") or {}).get("follows")
-            return "handed over" if follows is None else f"handed over, {str(follows)[:8]} serves"
+            if not is_over:
+                is_over, deadline = True, time.monotonic() + ELECTED_S
+            served = status.get("served_by") or {}
+            if peer := str(served.get("peer") or "")[:8]:
+                where = f" at {served['address']}" if served.get("address") else ""
+                return f"handed over: {peer} serves{where}"
         await asyncio.sleep(LOOK_S)
+    if is_over:
+        return "handed over, and nobody serves yet: see `geo-diloco status`"
     raise TransferError(
         f"{answer}, and it still serves after {limit_s:.0f} s: is a standby there? see `geo-diloco status`"
     )

@@ -375,7 +375,8 @@ def _digests(snapshot: Snapshot) -> set[Digest]:
 
 
 def chain_of(run_dir: RunDir, run: RunId) -> ChainCopy:
-    """This peer's copy, read back and verified."""
-    chain = ChainCopy(ChainStore(run_dir.chain), run=run)
+    """This peer's copy, read back and verified. It needs no backup: the run has it."""
+    repair = f"move {run_dir.root} away, but for the keys in it, and join again"
+    chain = ChainCopy(ChainStore(run_dir.chain, repair=repair), run=run)
     chain.load()
     return chain

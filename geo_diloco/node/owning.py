@@ -212,6 +212,9 @@ def _is_election(election: object) -> bool:
         best, syncer = each["best"], each["syncer"]
         return (
             _are([each["seat"]], is_seat)
+            and _are(
+                each.get("electors", []), lambda seat: _is_hex(seat["peer"], 64) and isinstance(seat["here"], bool)
+            )
             and _are(each["offers"], lambda offer: is_seat(offer) and _are_counts(offer["held"], 3))
             and _are_counts(each["held"], 3)
             and (isinstance(best, list) and _are_counts(best[:3], 3) and _is_hex("".join(map(str, best[3:])), 0, 64))

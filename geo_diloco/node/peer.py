@@ -35,6 +35,9 @@ from geo_diloco.training.data import TokenStream
 from geo_diloco.training.learner import Learner, LearnerSetup, check_given
 from geo_diloco.training.models import build_model, vocabulary_of
 
+LEAVE_S = 30.0
+"""What it does then is bounded by less; only what can't be bounded, such as a disk, takes longer."""
+
 
 class Peer:
     """A peer of a run; a context manager. Made by `join`. For the thread that made it."""
@@ -279,7 +282,7 @@ class Peer:
         try:
             if member is not None:
                 last_save = self._save_last(member) if save else None
-                self._thread.wait(member.leave(last_save=last_save), timeout_s=30.0)
+                self._thread.wait(member.leave(last_save=last_save), timeout_s=LEAVE_S, doing="leave in good order")
                 if member.learning is not None:
                     member.learning.mailbox.finish("this peer has left")  # for a script that goes on stepping
         finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class Intended:
     gone: tuple[str, ...]
     """Electors that are not here."""
     num_old: int
+    left_out: tuple[str, ...] = ()
+    """Electors that are here only by the word of whoever serves: they follow him, and are not offered to anybody."""
 
     def text(self) -> str:
         names = ", ".join(each.elector.peer[:8] for each in self.roster)
@@ -78,6 +80,9 @@ class Intended:
             f"gone for good are then {len(self.gone)} of {self.num_old} electors: {gone}",
             "what the run had after that entry, if anything, is abandoned; work that it took is lost with it",
         ]
+        if self.left_out:
+            names = ", ".join(peer[:8] for peer in self.left_out)
+            lines.insert(3, f"following whoever serves now, and no electors any more: {names}")
         return "\n".join(lines + ([f"warning: {', '.join(behind)} holds more than that entry"] if behind else []))
 
 
@@ -111,6 +116,10 @@ async def _reform(
             raise ConfigError(f"the key given is not that of the run's owner, {finder.manifest.founder[:8]}")
         if any(status.get("finished") for status in statuses.values()):
             raise ConfigError("the run is finished: there is nothing to go on with")
+        if (served := _served(statuses.values())) and not force:
+            if dry_run:
+                return f"{served}: there is nothing to reform"
+            raise ConfigError(f"{served}: a reform would abandon what is durable; --force does it all the same")
         intended = await _caught_up(finder, electors, offers, one_machine=finder.manifest.election.one_machine)
         present = intended.num_old - len(intended.gone)
         if 2 * present > intended.num_old and not force:
@@ -125,6 +134,23 @@ async def _reform(
         signed = await _signed(finder, run, intended)
         await _give(finder, run, intended, signed)
         return await _wait_served(finder, run, intended, signed)
+
+
+def _served(statuses: Iterable[Mapping[str, Any]]) -> str:
+    """How the run is served, if it is: then it needs no reform. Empty if it is not."""
+    for status in statuses:
+        election = status["election"]
+        lease_ms = election.get("lease_ms")
+        if status.get("role") != "syncer" or not isinstance(lease_ms, int) or lease_ms <= 0:
+            continue
+        here, num = len(_told_here(status)), len(election["roster"])
+        return f"{str(status['peer'])[:8]} serves the run, and {here} of {num} electors answer it, a majority"
+    return ""
+
+
+def _told_here(status: Mapping[str, Any]) -> set[str]:
+    """Electors that are here by the word of the one who was asked."""
+    return {str(each["peer"]) for each in status["election"].get("electors", ()) if each["here"]}
 
 
 # ---- who is here -------------------------------------------------------------------------------------------------
@@ -201,12 +227,15 @@ def _intended(
     old = [str(peer) for peer in newest["election"]["roster"]]
     number = parent[0].lineage
     lineages = [each.held.lineage for each in present.values() if each.held.lineage <= number + LINEAGE_LEAP_MAX]
+    told_here = {peer for status in statuses.values() for peer in _told_here(status)}
+    missing = [peer for peer in old if PeerId(peer) not in present]
     return Intended(
         parent=parent,
         lineage=1 + max([number, *lineages]),
         roster=tuple(roster),
-        gone=tuple(peer for peer in old if PeerId(peer) not in present),
+        gone=tuple(peer for peer in missing if peer not in told_here),
         num_old=len(old),
+        left_out=tuple(peer for peer in missing if peer in told_here),
     )
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from geo_diloco.errors import UserError
+from geo_diloco.errors import SlowError, UserError
 
 T = TypeVar("T")
 
@@ -62,8 +62,10 @@ class NodeThread:
         *,
         check: Callable[[], None] = lambda: None,
         timeout_s: float | None = None,
+        doing: str = "answer",
     ) -> T:
-        """Run it on the loop and wait for it here; `check` may raise, which cancels it. TimeoutError if time is up."""
+        """Run it on the loop and wait for it here; `check` may raise, which cancels it. SlowError if time is up, which
+        says what the peer is `doing` so long."""
         future = self.submit(coroutine)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -75,7 +77,10 @@ class NodeThread:
                         return future.result()
                 check()
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError
+                    raise SlowError(
+                        f"this peer did not {doing} within {timeout_s:g} s: this machine, or the disk with its folder, "
+                        "is very busy"
+                    )
         except BaseException:
             future.cancel()
             raise

@@ -47,7 +47,7 @@ class ChainCopy:
                 self._add(signed, self.verify(signed))
                 self._places[signed.digest] = place
             except RemoteProtocolError as exc:
-                raise RunDirError(f"the chain on disk can't be used: {exc}") from exc
+                raise RunDirError(f"the chain on disk can't be used: {exc}{self._store.repair}") from exc
         return self.entries()
 
     def verify(self, signed: Signed) -> Entry:

@@ -254,10 +254,12 @@ class ChainStore:
     stay among them. Belongs to one process. Signatures and places are the reader's matter (`chain.py`).
     """
 
-    def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
-        """`is_read_only`: another process may be appending to it; a torn last line is left alone."""
+    def __init__(self, path: Path, *, is_read_only: bool = False, repair: str = "") -> None:
+        """`is_read_only`: another process may be appending to it; a torn last line is left alone. `repair`: what to do
+        about a damaged one, for whoever's it is."""
         self._path = path
         self._is_read_only = is_read_only
+        self.repair = repair and f"; {repair}"
         self._lock = threading.Lock()
         self._end = 0
         self.num_entries = 0
@@ -332,7 +334,7 @@ class ChainStore:
                     if end >= size:
                         break
                     where = f"chain {self._path}, line {self.num_entries + 1}"
-                    raise RunDirError(f"{where} is damaged: restore a backup") from exc
+                    raise RunDirError(f"{where} is damaged{self.repair}") from exc
                 self._end = end
                 self.num_entries += 1
         if self._end < size and not self._is_read_only:

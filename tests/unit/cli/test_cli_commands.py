@@ -119,7 +119,7 @@ class FakeNode:
         self.calls.append(("amend", run, settings, key, *contacts, wait))
         rules = {"quorum": {"value": 2, "amended_at": 41}, "grace": {"value": False, "amended_at": 41}}
         rules |= {"eta": {"value": 0.7, "amended_at": None}, "minutes": {"value": 90.0, "amended_at": 7}}
-        return {"number": 3, "given": ["quorum"], "rules": rules if wait else None}
+        return {"number": 3, "given": ["quorum"], "rules": rules if wait else None, "warnings": ["few learners"]}
 
     def reform(self, run: str, electors: list[str], *, confirm: Any, **more: Any) -> str:
         self.calls.append(("reform", run, electors, more))
@@ -317,7 +317,8 @@ def test_amend_says_what_is_in_force_since_when(node: FakeNode) -> None:
         "minutes 90 (amended at seq 7)",
     ]
     flags = ("--set", "quorum=2", "--no-wait", "--contact", CONTACT)
-    assert "amendment 3 is being appended" in run("amend", "a-run", *flags).stdout
+    result = run("amend", "a-run", *flags)
+    assert "amendment 3 is being appended" in result.stdout and result.stderr == "warning: few learners\n"
     assert node.calls[-1] == ("amend", "a-run", ["quorum=2"], None, CONTACT, False)
 
 

@@ -10,6 +10,8 @@ import pytest
 from geo_diloco.errors import DirectoryError, RunDirError
 from geo_diloco.manifest import ModelSpec, PeerId, RunManifest, Seq
 from geo_diloco.node import asking
+from geo_diloco.node.founding import _REPAIR
+from geo_diloco.node.joining import chain_of
 from geo_diloco.node.rundir import RunDir, default_root
 from geo_diloco.protocol.messages import Finished, Record
 from geo_diloco.runtime.dht import Directory
@@ -85,3 +87,13 @@ def test_what_is_no_folder_of_a_peer_is_named(tmp_path: Path) -> None:
         asking.folder_status(tmp_path / "nowhere")
     with pytest.raises(RunDirError, match="is not a run directory"):
         asking.folder_status(tmp_path)
+
+
+def test_a_damaged_chain_of_a_peer_that_joined_needs_no_backup_and_a_founders_does(tmp_path: Path) -> None:
+    root = folder(tmp_path / "learner")
+    damaged = root / "chain.jsonl"
+    damaged.write_bytes(b"damaged\n" + damaged.read_bytes())
+    with pytest.raises(RunDirError, match=r"line 1 is damaged; move .*learner away, but for the keys in it, and join"):
+        chain_of(RunDir(root), RUN)
+    with pytest.raises(RunDirError, match=r"line 1 is damaged; restore a backup of this folder, but for its vote.json"):
+        ChainStore(damaged, repair=_REPAIR)

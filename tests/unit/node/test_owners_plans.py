@@ -14,11 +14,12 @@ import pytest
 
 from geo_diloco.errors import ConfigError, InviteError, ManifestError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import CodecSpec, PeerId, RunId, RunManifest
-from geo_diloco.node import owning
-from geo_diloco.node.amending import _changes, _named
+from geo_diloco.node import handing_over, owning
+from geo_diloco.node.amending import _changes, _named, _warnings
 from geo_diloco.node.handing_over import _named as _to
+from geo_diloco.node.handing_over import hand_over
 from geo_diloco.node.owning import _check_status, finding, owned, wait_syncer
-from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present
+from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present, _served
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.amendments import Changes
 from geo_diloco.runtime.identity import Identity
@@ -326,3 +327,61 @@ def test_a_status_that_makes_no_sense_is_no_answer(where: tuple[Any, ...], bad: 
     inside[where[-1]] = bad
     with pytest.raises(RemoteProtocolError, match=f"answers a status whose {where[0]} makes no sense"):
         _check_status(said, "http://b:1")
+
+
+# ---- what an owner may not have meant
+
+
+def seat_of(peer: str, *, here: bool) -> dict[str, Any]:
+    return {"peer": peer, "enrolment": "e", "host": "h", "address": "", "here": here, "heard_ms": 0 if here else None}
+
+
+def serving(**changed: Any) -> dict[str, Any]:
+    """Of a syncer with two electors that only dial out, one of which is there."""
+    electors = [seat_of(A, here=True), seat_of(B, here=True), seat_of(C, here=False)]
+    facts = status(A, seq=10, electors=electors, lease_ms=4000)
+    return facts | {"role": "syncer", "peer": A} | changed
+
+
+def test_a_run_that_is_served_needs_no_reform() -> None:
+    assert _served([status(D, seq=1), serving()]) == (
+        "aaaaaaaa serves the run, and 2 of 3 electors answer it, a majority"
+    )
+    lapsed = serving()
+    lapsed["election"] |= {"lease_ms": -1}
+    assert _served([status(D, seq=1), lapsed, serving(role="follower")]) == ""
+
+
+def test_electors_that_follow_are_not_called_gone_for_good() -> None:
+    found = intended({"u1": serving()}, ALL_LIVE)
+    assert (found.gone, found.left_out) == ((C,), (B,))
+    assert "following whoever serves now, and no electors any more: bbbbbbbb" in found.text()
+    assert "gone for good are then 1 of 3 electors: cccccccc" in found.text()
+
+
+def test_a_quorum_above_the_learners_that_are_here_is_warned_of() -> None:
+    here = {"learners": [{"connected": True}, {"connected": False}, "nonsense"]}
+    assert _warnings(Changes(quorum=1), here) == [] == _warnings(Changes(eta=0.5), here)
+    (warning,) = _warnings(Changes(quorum=2), here)
+    assert warning.startswith("quorum 2, and 1 learner is here: nothing is merged until there are 2")
+
+
+def test_who_hands_over_reads_that_a_dead_peer_has_nothing_to_hand_over(tmp_path: Path) -> None:
+    Identity.load_or_create(tmp_path / "identity.key")
+    (tmp_path / "manifest.json").write_bytes(replace(MANIFEST, founder=PeerId(A), nonce="0" * 32).canonical_bytes())
+    (tmp_path / "ports.json").write_text('{"http": 1, "dht": 1, "host": "127.0.0.1"}')
+    with pytest.raises(RunDirError, match=r"does not run, so it has nothing to hand over: .*connection refused"):
+        hand_over(tmp_path)
+
+
+def test_a_hand_over_says_to_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([serving(), {"role": "follower"}, {"role": "follower", "served_by": {"peer": D, "address": "d:1"}}])
+
+    async def fetch(session: Session, url: str) -> dict[str, Any]:
+        return next(answers)
+
+    monkeypatch.setattr(handing_over, "fetch_status", fetch)
+    monkeypatch.setattr(handing_over, "LOOK_S", 0.0)
+    unused: Any = None
+    told = asyncio.run(handing_over._wait_handed_over(unused, "u", "handing over", 60.0))
+    assert told == "handed over: dddddddd serves at d:1"

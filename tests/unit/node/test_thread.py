@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from geo_diloco.errors import SlowError
 from geo_diloco.node.thread import NodeThread
 
 
@@ -51,3 +52,11 @@ def test_a_timeout_of_the_coroutine_is_raised(thread: NodeThread) -> None:
 def test_time_that_is_up_is_a_timeout(thread: NodeThread) -> None:
     with pytest.raises(TimeoutError):
         thread.wait(asyncio.sleep(60), timeout_s=0.05)
+
+
+def test_who_waits_too_long_reads_what_for(thread: NodeThread) -> None:
+    with pytest.raises(
+        SlowError, match=r"^this peer did not leave in good order within 0\.05 s: this machine, or"
+    ) as told:
+        thread.wait(asyncio.sleep(60), timeout_s=0.05, doing="leave in good order")
+    assert told.value.code == "GD-206"
