@@ -14,6 +14,7 @@ from geo_diloco.manifest import CodecSpec, FragmentId, MonoMs, PeerId, RunRules,
 from geo_diloco.protocol.accounts import Account
 from geo_diloco.protocol.adoptions import Adoptions
 from geo_diloco.protocol.amendments import rules_at
+from geo_diloco.protocol.downlink import Downlink
 from geo_diloco.protocol.effects import (
     Effect,
     ForgetBlob,
@@ -100,6 +101,7 @@ class Learner:
         self._encoding: dict[FragmentId, _Draft] = {}
         self._uploads = Uploads()
         self._uplink = Uplink(rules, ledger)
+        self.downlink = Downlink()
         self._adoptions = Adoptions(peer, ledger)
         self._resume_point = ResumePoint(ledger)
 
@@ -376,6 +378,7 @@ class Learner:
         self._boundary(event.step, event.tokens, event.cursor)
         self._step_time_us = event.step_time_us
         self._uplink.stepped(event.step_time_us, now)
+        self.downlink.look(now)
         self._loss = event.loss
         effects: list[Effect] = []
         for fragment in sorted(self._asked, key=lambda p: self._asked[p].round):
@@ -399,8 +402,9 @@ class Learner:
         )
 
     def uplink(self) -> str:
-        """What it makes of its way up, for people."""
-        return self._uplink.text()
+        """What it makes of its way down, where that is too thin, and up: for people."""
+        down = self.downlink.text(rules_at(self._rules, self._ledger.amended).codec_down)
+        return "; ".join(filter(None, (down, self._uplink.text())))
 
     def training_status(self) -> TrainingStatus:
         """For people."""

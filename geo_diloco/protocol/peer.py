@@ -196,10 +196,16 @@ class Peer:
                 return chain.found(event, now)
             case EntryArrived():
                 self._serving.heard_of(event.entry, now)
+                if self._learner is not None and not (event.stored or self.election.knows(event.digest)):
+                    self._learner.downlink.heard(event.entry, event.digest, now)
                 return chain.arrived(event, now)
             case EntryStored():
+                if self._learner is not None:
+                    self._learner.downlink.came(event.digest, now)
                 return chain.stored(event, now)
             case UpdateLost():
+                if self._learner is not None:
+                    self._learner.downlink.came(event.digest, now, lost=True)
                 return chain.update_lost(event)
             case Applied():
                 return chain.applied(event)
