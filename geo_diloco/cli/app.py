@@ -7,6 +7,7 @@ Help is plain text: drawing it with rich would take most of its time.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import io
 import sys
@@ -46,7 +47,34 @@ _OF_A_PATH = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
 of somebody else's."""
 
 
-class _Commands(TyperGroup):
+WIDTH_MAX = 120
+"""Of help, on a terminal that is that wide."""
+
+
+class _Group(TyperGroup):
+    """Its help says of each command the whole first sentence, on as many lines as that takes."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, each.get_short_help_str(len(each.help or "") + 1))
+            for name, each in commands
+            if each and not each.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+class _Commands(_Group):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _Mistake as exc:
+            near = difflib.get_close_matches(args[0], _COMMANDS)
+            if near:
+                exc.message = f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, near))}?"
+            raise
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)
 
@@ -65,6 +93,8 @@ def _load(name: str) -> Any:
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command(name)(target)
         target = alone
+    else:
+        target.info.cls = _Group
     command = typer.main.get_command(target)
     command.name = name
     return command
@@ -76,7 +106,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH_MAX},
 )
 
 
@@ -132,4 +162,5 @@ def _mistyped(exc: Any) -> str:
     """What is wrong with a command line, and where to look."""
     context = getattr(exc, "ctx", None)
     command = "geo-diloco" if context is None else context.command_path
-    return f"{exc.format_message().rstrip('.')}; see `{command} --help`"
+    said = exc.format_message().rstrip(".")
+    return f"{said}{' ' if said.endswith('?') else '; '}see `{command} --help`"

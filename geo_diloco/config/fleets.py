@@ -84,7 +84,7 @@ class FleetFile(BaseModel):
 
 def load_fleet(path: Path) -> FleetFile:
     """Raises ConfigError."""
-    values = read_toml(path, ConfigError)
+    values = read_toml(path, ConfigError, example="examples/fleet.toml in the sources is one to begin with")
     model = _section(path, values.pop("model", {}), "model", FleetModel)
     sync = _section(path, values.pop("sync", {}), "sync", FleetSync)
     machines = _tables(path, values.pop("machine", []), "machine")

@@ -130,12 +130,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def read_toml(path: Path, error: type[ManifestError] | type[ConfigError]) -> dict[str, Any]:
+def read_toml(path: Path, error: type[ManifestError] | type[ConfigError], *, example: str = "") -> dict[str, Any]:
+    """`example`: a file to begin with, for who has none."""
     try:
         with Path(os.path.expanduser(path)).open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as exc:
-        hint = "; `geo-diloco init` writes one" if error is ManifestError and isinstance(exc, FileNotFoundError) else ""
+        hint = "; `geo-diloco init` writes one" if error is ManifestError else f"; {example}" if example else ""
+        hint = hint if isinstance(exc, FileNotFoundError) else ""
         raise error(f"{path}: {exc.strerror or exc}{hint}") from exc
     if len(data) > FILE_BYTES_MAX:
         raise error(f"{path}: larger than {FILE_BYTES_MAX} bytes")

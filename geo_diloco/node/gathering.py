@@ -33,6 +33,8 @@ BLOBS_AT_ONCE = 4
 """One of few pieces is all under way with whoever was first: the others bring another meanwhile."""
 HEAD_START_S = 1.0
 """Of their answers, before the first blob is fetched from the syncer alone."""
+TOLD_EVERY_S = 30.0
+"""How often whoever waits reads how much is here."""
 BEHIND_MAX = SAVE_EVERY_COMMITS
 """Entries after a snapshot for which everybody still has the updates."""
 
@@ -78,13 +80,24 @@ class Gathering:
                     raise
 
         tasks = [asyncio.create_task(fetch_in_turn(), name="gather") for _ in range(BLOBS_AT_ONCE)]
+        telling = asyncio.create_task(self._tell(missing), name="tell")
         try:
             await asyncio.wait(tasks)
             await asyncio.gather(*tasks)
         finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell(self, missing: Sequence[BlobRef]) -> None:
+        """Until cancelled: on a thin link this takes long, and silence looks like trouble."""
+        total_mb = sum(blob.size for blob in missing) / 1e6
+        while True:
+            here_mb = total_mb - await asyncio.to_thread(bytes_left, missing, self._store) / 1e6
+            self._log.note("join", f"fetching the run's state: {here_mb:.1f} of {total_mb:.1f} MB are here")
+            await asyncio.sleep(TOLD_EVERY_S)
 
     async def _ask(self, url: str) -> None:
         """What it has, as its own snapshot of now says; it is believed in nothing else."""

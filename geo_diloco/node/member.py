@@ -104,6 +104,7 @@ class Member:
         station = self._build(position, chain, trains=trains)
         station.load(position.snapshot, away_ms=0, resumed=resumed)
         station.go_on_air(first=position.place or (None, lobby.url))
+        station.run(station.telling.run(), name="telling")
         if self._shelf is not None:
             keeper = SnapshotKeeper(station.driver, self._worker, self._shelf, log=lobby.log)
             station.run(keeper.run(), name="snapshots")

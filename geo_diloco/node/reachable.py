@@ -125,6 +125,7 @@ class ReachableNode:
         self.station.run(self._look_after(), name="look after")
         self.station.run(self._lag.run(), name="lag")
         await self._wait_open()
+        self.station.run(self.station.telling.run(), name="telling")
         info = info_of(p, config, maddrs=self._directory.visible_maddrs, http=self._address)
         return replace(info, **self._who_serves())
 

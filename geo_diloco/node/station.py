@@ -209,7 +209,7 @@ class Station:
             self.driver.feed(event)
 
     def go_on_air(self, *, first: Place | None = None) -> None:
-        """Look for the syncer, be found, and go on until `close`."""
+        """Look for the syncer, be found, and go on until `close`. What it tells of that is for its owner to begin."""
         if first is not None:
             self.seeker.begin_at(first)
         self.run(self._seek(), name="seek")
@@ -218,7 +218,6 @@ class Station:
         self.run(self._look_around(), name="look around")
         self.run(self._remembering().run(), name="contacts")
         self.run(self._end_if_stranded(), name="stranded")
-        self.run(self.telling.run(), name="telling")
 
     def run(self, errand: Coroutine[Any, Any, None], *, name: str) -> None:
         """As long as this peer is on the air; if it fails the peer does."""

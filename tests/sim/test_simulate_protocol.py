@@ -80,3 +80,8 @@ def test_a_scenario_that_is_a_test_is_named_as_one() -> None:
 def test_the_scenarios_can_be_listed() -> None:
     listed = CliRunner().invoke(APP, ["--scenario", "list"], catch_exceptions=False).stdout
     assert "syncer-killed" in listed and "a test: tests/" in listed
+
+
+def test_people_are_told_the_verdict_in_a_sentence() -> None:
+    said = CliRunner().invoke(APP, ["--seconds", "10", "--hosts", "3"], catch_exceptions=False).stdout.splitlines()
+    assert said[-1].startswith("No invariant was broken in the run. simulated_s counts more than the training")

@@ -547,7 +547,8 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["strat"], "No such command 'strat'; see `geo-diloco --help`"),
+        (["strat"], "No such command 'strat'. Did you mean 'start' or 'status'? see `geo-diloco --help`"),
+        (["zzz"], "No such command 'zzz'; see `geo-diloco --help`"),
         (["start"], "Missing argument 'source'; see `geo-diloco start --help`"),
         (["join", "gd1-x", "--port", "abc"], "Invalid value for '--port'"),
         (["status", "--prot"], "No such option: --prot"),

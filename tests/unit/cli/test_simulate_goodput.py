@@ -116,7 +116,7 @@ def test_a_fleet_and_what_volunteers_bring(monkeypatch: pytest.MonkeyPatch, caps
         (("--days", "3000", "--return-s", "9e6"), "failures and returns one after another"),
         (("--bandwidth", "--codec", "int5"), "--codec int5: no such codec; there are: none, bf16, int8, int4"),
         (("--bandwidth", "--sites", "1"), "--sites 1: wanted a number from 2"),
-        (("--fleet", "nowhere.toml"), "nowhere.toml: No such file"),
+        (("--fleet", "nowhere.toml"), "nowhere.toml: No such file or directory; examples/fleet.toml in the sources"),
     ],
 )
 def test_a_flag_that_can_t_be_used_is_one_line(

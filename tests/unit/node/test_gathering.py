@@ -182,7 +182,8 @@ def chain_at(addresses: Sequence[str]) -> tuple[Chain, tuple[Elector, ...]]:
 
 def lobby_at(folder: Path, bulk: Bulk) -> Lobby:
     folder.mkdir(exist_ok=True)
-    run_dir, log = RunDir(folder), EventLog()
+    run_dir = RunDir(folder)
+    log = EventLog(run_dir.log)
     invite = Invite(run=RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
     manifest = replace(demo_manifest(), founder=FOUNDER.peer_id)
     book = ContactBook(RUN, log, own=run_dir.contacts, given=())
@@ -199,6 +200,7 @@ def test_a_snapshot_comes_from_all_who_have_it_at_once_and_nothing_twice(tmp_pat
         sent = run.sent()
         assert 3.0 <= sum(sent) < 3.0 + TWICE, "two of theta, one of momentum, which both fragments share"
         assert all(each > 0.3 for each in sent), "one each, more or less"
+        assert "fetching the run's state: 0.0 of " in run.lobby.run_dir.log.read_text(), "it may take long"
 
     with_run(tmp_path, go, uplink=UPLINK)
 
