@@ -51,6 +51,11 @@ async def _hand_over(root: Path, identity: Identity, url: str, run: RunId, *, to
         if status.get("role") != "syncer":
             raise ConfigError("this peer is not the syncer now, so it has nothing to hand over")
         target = _named(to, status)
+        if (status.get("election") or {}).get("standbys") == []:
+            raise ConfigError(
+                "nobody is here who could take over: a standby is wanted (join --no-train --announce HOST:PORT); this "
+                "peer goes on serving"
+            )
 
         def order(nonce: str) -> str:
             return seal_order(Order(run=run, nonce=nonce, wish="hand_over", to=target), identity)

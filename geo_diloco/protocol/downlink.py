@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from geo_diloco.manifest import CodecSpec, Digest, MonoMs
+from geo_diloco.manifest import CodecSpec, Digest, FragmentId, MonoMs, Version
 from geo_diloco.protocol.messages import Commit, Entry
 
 WINDOW_MS = 30_000
@@ -32,8 +32,8 @@ class Downlink:
     """One learner's way down, as measured. For people: nothing is decided by it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Digest, int] = {}
-        """Bytes of updates whose commits were heard of, by entry."""
+        self._waiting: dict[Digest, Commit] = {}
+        """Heard of, and their updates are not here; by entry."""
         self._heard = 0
         self._came = 0
         self._since: MonoMs | None = None
@@ -50,14 +50,22 @@ class Downlink:
         self.look(now)
         if len(self._waiting) >= WAITING_MAX:
             del self._waiting[next(iter(self._waiting))]
-        self._waiting[digest] = entry.update.size
+        self._waiting[digest] = entry
         self._heard += entry.update.size
 
     def came(self, digest: Digest, now: MonoMs, *, lost: bool = False) -> None:
         """The update is here, or it can't be had."""
-        size = self._waiting.pop(digest, None)
-        if size is not None:
-            self._came += 0 if lost else size
+        commit = self._waiting.pop(digest, None)
+        if commit is not None:
+            self._came += 0 if lost else commit.update.size
+        self.look(now)
+
+    def replaced(self, fragment: FragmentId, version: Version, num_bytes: int, now: MonoMs) -> None:
+        """A fragment came whole, as one's do who is far behind: its updates are not needed any more."""
+        self._came += num_bytes
+        for digest, commit in list(self._waiting.items()):
+            if commit.fragment == fragment and commit.version <= version:
+                del self._waiting[digest]
         self.look(now)
 
     def look(self, now: MonoMs) -> None:

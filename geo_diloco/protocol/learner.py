@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from geo_diloco.manifest import CodecSpec, FragmentId, MonoMs, PeerId, RunRules, Seq, Term
+from geo_diloco.manifest import CodecSpec, FragmentId, MonoMs, PeerId, RunRules, Seq, Term, Version
 from geo_diloco.protocol.accounts import Account
 from geo_diloco.protocol.adoptions import Adoptions
 from geo_diloco.protocol.amendments import rules_at
@@ -409,6 +409,10 @@ class Learner:
     def training_status(self) -> TrainingStatus:
         """For people."""
         return TrainingStatus(step=self.step, tokens=self.tokens, loss=self._loss)
+
+    def fragment_came(self, fragment: FragmentId, version: Version, now: MonoMs) -> None:
+        """Whole, instead of the updates to that version."""
+        self.downlink.replaced(fragment, version, 4 * self._ledger.num_elements[fragment], now)
 
     def _boundary(self, step: int, tokens: int, cursor: int | None) -> None:
         self.step, self.tokens = max(self.step, step), max(self.tokens, tokens)

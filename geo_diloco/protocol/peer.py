@@ -212,6 +212,8 @@ class Peer:
             case ApplyFailed():
                 return chain.apply_failed(event)
             case FragmentReplaced():
+                if self._learner is not None:
+                    self._learner.fragment_came(event.fragment, event.version, now)
                 return chain.replaced(event)
             case Tick() | VotePersisted() | Sighted() | EntryLost():
                 return chain.poll(event, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from geo_diloco.manifest import CodecSpec, MonoMs
+from geo_diloco.manifest import CodecSpec, MonoMs, Version
 from geo_diloco.protocol.downlink import WAITING_MAX, WINDOW_MS, Downlink
 from geo_diloco.protocol.messages import BlobRef, Commit
 from geo_diloco.sim.fakes import fake_digest
@@ -72,6 +72,18 @@ def test_who_caught_up_is_not_behind_any_more() -> None:
     for number in range(way.num_came, way.num_heard):
         way.downlink.came(fake_digest("entry", number), MonoMs(101_000), lost=number % 2 == 0)
     assert way.downlink.text(INT4) == ""
+
+
+def test_a_fragment_that_came_whole_stands_for_its_updates() -> None:
+    way = Way(takes_ms=10_000_000)
+    way.go(60)
+    for second in range(60, 180):
+        way.hear(second * 1000)
+        before = Version(way.commit.version - 1)
+        way.downlink.replaced(way.commit.fragment, before, SIZE // 2, MonoMs(second * 1000))
+    assert "carries 0.41 Mbit/s, updates need 0.81 Mbit/s" in way.downlink.text(INT4)
+    way.downlink.replaced(way.commit.fragment, way.commit.version, SIZE, MonoMs(180_000))
+    assert way.downlink._waiting == {} and way.downlink.text(INT4) == ""
 
 
 def test_only_commits_count_each_once_and_memory_is_bounded() -> None:
