@@ -86,7 +86,12 @@ class EventLog:
         # ValueError: closed; RuntimeError: a signal came while this thread was writing to the very stream
         with suppress(OSError, ValueError, RuntimeError):
             if self._stream is not None:
-                print(f"{record['topic']}: {record['text']}", file=self._stream, flush=True)
+                print(_printable(f"{record['topic']}: {record['text']}"), file=self._stream, flush=True)
+
+
+def _printable(text: str) -> str:
+    """What peers say of themselves, their hosts' names and reasons, must not steer a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def stderr_log(path: Path | None, *, level: str) -> EventLog:

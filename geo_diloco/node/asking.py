@@ -89,8 +89,14 @@ async def _fetch(invite: Invite, known: Contacts, *, folders: Sequence[RunDir] =
         syncer, standby = await _from_likely(session, invite, known, [read_ports(each).url for each in folders])
         if syncer is None and standby is None:
             ended = ended_status(invite.run, folders or folders_of(invite.run))
-            if ended is not None:
+            if ended is not None and ended["end_is_durable"]:
                 return ended
+            try:
+                return await _from_directory(session, invite, known, standby)
+            except DirectoryError:
+                if ended is not None:
+                    return ended
+                raise
         return syncer or await _from_directory(session, invite, known, standby)
     finally:
         await session.close()

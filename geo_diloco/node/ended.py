@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,14 +24,19 @@ def folders_of(run: RunId) -> list[RunDir]:
 
 def ended_status(run: RunId, folders: Iterable[RunDir]) -> dict[str, Any] | None:
     """As far as it can be told without a process, in the form of `GET /v1/status`; none where no folder knows of the
-    end. `from_folder` says that it is of this kind. The best of the folders is the one with the model."""
+    end. `from_folder` says that it is of this kind; `end_is_durable`, that the peer of that folder had it so: else, if
+    it was cut off then, a reform may have left that end behind. The best of the folders is the one with the model."""
     found: dict[str, Any] | None = None
     for folder in folders:
         with suppress(RunDirError, OSError):  # damaged, or somebody else's: it does not tell
             status = _of_folder(run, folder)
-            if status is not None and (found is None or status["holds_model"] > found["holds_model"]):
+            if status is not None and (found is None or _worth(status) > _worth(found)):
                 found = status
     return found
+
+
+def _worth(status: dict[str, Any]) -> tuple[bool, bool]:
+    return status["end_is_durable"], status["holds_model"]
 
 
 def _of_folder(run: RunId, folder: RunDir) -> dict[str, Any] | None:
@@ -59,8 +65,17 @@ def _of_folder(run: RunId, folder: RunDir) -> dict[str, Any] | None:
         "rounds": [],
         "waiting": [],
         "from_folder": str(folder.root),
+        "end_is_durable": _left_at_the_end(folder),
         "holds_model": folder.key.exists() or folder.state.is_dir(),
     }
+
+
+def _left_at_the_end(folder: RunDir) -> bool:
+    """By the last word of that peer's process."""
+    try:
+        return json.loads(folder.summary.read_bytes()).get("finished") is True
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _num_commits(entries: Sequence[Entry]) -> int | None:

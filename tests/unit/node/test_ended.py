@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,15 @@ def _own_state_and_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Directory, "start", start)
 
 
-def folder(root: Path, *, finished: bool = True, standby: bool = False) -> Path:
+def folder(root: Path, *, finished: bool = True, standby: bool = False, killed: bool = False) -> Path:
     """Of a peer that has left: a manifest, and a chain that may have an end."""
     root.mkdir(parents=True)
     run_dir, identity = RunDir(root), Identity.load_or_create(root / "identity.key")
     run_dir.manifest.write_bytes(MANIFEST.canonical_bytes())
     if standby:
         run_dir.state.mkdir()
+    if not killed:
+        run_dir.summary.write_text(json.dumps({"finished": finished}))
     chain = ChainStore(run_dir.chain)
     prev = D1
     for seq in range(1, 4):
@@ -64,6 +67,20 @@ def test_a_folder_tells_of_the_end_at_once(tmp_path: Path) -> None:
     assert status["heldout"][-1][1] == 2.5
     assert (status["from_folder"], status["holds_model"]) == (str(tmp_path / "learner"), False)
     assert asking.folder_status(folder(tmp_path / "standby", standby=True))["holds_model"]
+
+
+def test_a_peer_that_was_killed_at_the_end_is_believed_if_nobody_else_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[str] = []
+
+    async def search(*unused: Any) -> None:
+        searched.append("the directory")
+        raise DirectoryError("nobody")
+
+    monkeypatch.setattr(asking, "_from_directory", search)
+    assert asking.folder_status(folder(tmp_path / "left"))["finished"] and not searched
+    assert asking.folder_status(folder(tmp_path / "killed", killed=True))["finished"] and searched
 
 
 def test_with_the_invite_the_run_is_found_among_this_users_state_and_the_folder_with_the_model_is_named() -> None:

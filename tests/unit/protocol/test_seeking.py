@@ -206,3 +206,13 @@ def test_a_finished_run_is_told_when_its_end_is_durable() -> None:
     finished = chain.finished()
     assert only(learning.give(finished), RunFinished) == []
     assert only(learning.durable(finished), RunFinished) == [RunFinished("enough")]
+
+
+def test_what_is_usual_after_joining_and_after_an_election_is_no_news_for_people() -> None:
+    for reason in ("term", "branch"):
+        learning, _ = begun()
+        effects = learning.hear(Refuse(reason=reason, detail="another one", term=Term(2)))
+        assert [note.level for note in only(effects, Note)] == ["debug"], reason
+    assert [note.level for note in only(begun()[0].hear(Refuse(reason="hello", detail="", term=Term(1))), Note)] == [
+        "warning"
+    ]

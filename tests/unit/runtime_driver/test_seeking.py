@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,8 @@ class Peer:
         self.dialed: list[str] = []
         self.broken_off: list[str] = []
         self.changed = asyncio.Event()
+        self.said = io.StringIO()
+        self.finished = False
         self.found: list[str] = []
         self.serving: list[str] = []
         around: Any = self
@@ -57,7 +60,8 @@ class Peer:
             own=ME,
             look_up=self._look_up,
             is_final=lambda peer: peer == ANN,
-            log=EventLog(),
+            is_finished=lambda: self.finished,
+            log=EventLog(stream=self.said),
         )
 
     async def _look_up(self) -> list[tuple[PeerId | None, str]]:
@@ -128,6 +132,31 @@ def with_peer(monkeypatch: pytest.MonkeyPatch, talk: Callable[[Peer], Awaitable[
         await it.driver.close()
 
     asyncio.run(scenario())
+
+
+def test_only_a_syncer_can_be_lost_and_nobody_is_missed_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(it: Peer) -> None:
+        ends = it.up("http://a:1")
+        it.do(ANN, "a:1")
+        await it.wait_dialed("a:1")
+        it.seeker.welcomed_by(ANN)
+        it.directory = [(EVE, "c:1")]
+        ends.set_result("connection lost")
+        await it.wait_until(lambda: it.dialed.count("c:1") == 2)
+        assert "link a:1: the syncer is lost, looking who serves: connection lost" in it.said.getvalue()
+        assert "link c:1: no syncer there, looking again: nobody is there" in it.said.getvalue()
+        it.up("http://b:1")
+        it.do(BOB, "b:1")
+        await it.wait_dialed("b:1")
+        it.do(EVE, "d:1")  # B was no syncer, and says so
+        it.finished = True
+        it.directory = []
+        await it.wait_until(lambda: it.dialed.count("d:1") == 1)
+        it.do(EVE, "d:1")
+        await it.wait_until(lambda: it.dialed.count("d:1") == 2)
+        assert "b:1" not in it.said.getvalue() and "d:1" not in it.said.getvalue()
+
+    with_peer(monkeypatch, talk)
 
 
 def test_the_chain_is_asked_before_the_directory_and_nobody_twice_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
