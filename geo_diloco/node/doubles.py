@@ -62,8 +62,8 @@ def _refuse_double(peer: PeerId, root: Path) -> None:
         return
     who = f"process {process}" if process > 0 else "another process"
     raise RunDirError(
-        f"run directory {root} is a copy: {who} has joined with the same identity from another folder; end that one "
-        "first, or give this peer a folder of its own"
+        f"run directory {root} and the folder of {who} are copies of each other, and that one is in the run with their "
+        "identity; end it first, or give this peer a folder of its own"
     )
 
 

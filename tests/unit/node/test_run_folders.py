@@ -92,7 +92,9 @@ def test_a_scripts_own_manifest_is_checked_and_kept_as_a_file_would_say_it(tmp_p
 def test_a_copied_folder_does_not_start_beside_its_original(tmp_path: Path) -> None:
     at_work = prepare_founder(MANIFEST, PeerConfig(run_dir=tmp_path / "run"), quiet=True)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    with pytest.raises(RunDirError, match=rf"copy is a copy: process {os.getpid()} has joined with the same identity"):
+    with pytest.raises(
+        RunDirError, match=rf"copy and the folder of process {os.getpid()} are copies of each other, and that one"
+    ):
         prepare(tmp_path / "copy", None)
     at_work.log.close()
     at_work.chain.close()
