@@ -43,11 +43,12 @@ class Telling:
         """Learners that are connected, and how they are called; none before the first look at them."""
         self._commits = -1
         self.num_rounds = 0
-        """That took work of this learner."""
+        """That took work of this learner, since this process began."""
 
     def merged(self, effect: TokensMerged) -> None:
         """A commit took work of ours, or, with negative tokens, a reform left one behind."""
-        self.num_rounds += 1 if effect.tokens > 0 else -1
+        if effect.tokens:
+            self.num_rounds += 1 if effect.tokens > 0 else -1
 
     async def run(self) -> None:
         """Until the run is finished or this is cancelled."""

@@ -97,6 +97,7 @@ def test_a_learner_says_once_a_minute_how_it_gets_on(peer: Peer) -> None:
 
 def test_rounds_that_a_reform_left_behind_are_not_counted(peer: Peer) -> None:
     peer.telling.merged(MERGED)
+    peer.telling.merged(TokensMerged(FragmentId(0), Version(1), 0))
     peer.telling.merged(TokensMerged(FragmentId(0), Version(1), -100))
     assert peer.telling.num_rounds == 0
 
