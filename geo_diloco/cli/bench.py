@@ -187,12 +187,20 @@ def star_learner(
 def codec_(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 7,
     hidden_size: Annotated[int, typer.Option(min=32, help="Width of the model whose deltas are encoded.")] = 256,
+    rate: Annotated[str, typer.Option(help="Of the link to the peer that decodes them.", metavar="RATE")] = "100mbit",
+    rtt: Annotated[str, typer.Option(help="Its round trip.", metavar="RTT")] = "20ms",
     as_json: AsJson = False,
 ) -> None:
-    """Bytes per parameter and speed of every codec, on real deltas, against a memcpy and hivemind's FLOAT16."""
+    """Bytes per parameter and speed of every codec, on real deltas, against a memcpy, and how long until a peer has
+    them, beside hivemind's codecs."""
     from geo_diloco.cli.bench_codec import measure_codecs
+    from geo_diloco.cli.bench_star_plan import link_from
 
-    _print(measure_codecs(num_rounds=rounds, hidden_size=hidden_size, say=typer.echo), as_json=as_json)
+    bytes_per_s, round_trip_s = link_from(rate, rtt)
+    result = measure_codecs(
+        num_rounds=rounds, hidden_size=hidden_size, bytes_per_s=bytes_per_s, round_trip_s=round_trip_s, say=typer.echo
+    )
+    _print(result, as_json=as_json)
 
 
 @app.command()

@@ -18,7 +18,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "blake3": ("numerics/", "runtime/"),
     "cryptography": ("runtime/identity.py",),
     "datasets": ("training/data.py",),
-    "hivemind": ("runtime/dht.py", "cli/bench_codec.py"),
+    "hivemind": ("runtime/dht.py", "cli/bench_hivemind.py"),
     "huggingface_hub": ("training/",),
     "matplotlib": ("cli/goodput_plot.py",),
     "numpy": ("numerics/", "sim/goodput/", "training/"),

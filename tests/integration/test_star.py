@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 
 from geo_diloco.cli.bench_star import SYNCER, measure_run
 from geo_diloco.cli.bench_star_plan import StarPlan, link_from
-from geo_diloco.cli.star_links import Passed
+from tests.support.namespace_links import Line, NamespaceLinks
 from tests.support.namespaces import Namespaces, why_no_namespaces
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -66,56 +65,16 @@ def test_the_command_says_who_takes_part_over_thin_links(tmp_path: Path) -> None
     assert (tmp_path / "kept" / "star" / "learner-1" / "tape.jsonl").exists()
 
 
-class NamespaceLinks:
-    """Links that lose packets: a namespace for each peer, the syncer's without a limit."""
-
-    def __init__(self, namespaces: Namespaces, *, round_trip_s: float, loss: float) -> None:
-        self._namespaces = namespaces
-        self._delay_ms = 500 * round_trip_s
-        self._loss = loss
-        self._pids: dict[str, int] = {}
-
-    def _host(self, name: str) -> int:
-        return 0 if name == SYNCER else int(name.rpartition("-")[2])
-
-    def open_door(self, name: str) -> tuple[str, ...]:
-        assert name == SYNCER
-        return self._namespaces.flags(0)
-
-    def inside(self, name: str) -> AbstractContextManager[None]:
-        return self._namespaces.inside(self._host(name))
-
-    def link(self, name: str, pid: int) -> None:
-        self._pids[name] = pid
-        if name != SYNCER:
-            self._namespaces.shape(self._host(name), delay_ms=self._delay_ms)
-
-    def thin(self, name: str, bytes_per_s: float) -> None:
-        mbit = bytes_per_s * 8 / 1e6
-        self._namespaces.shape(self._host(name), delay_ms=self._delay_ms, mbit_per_s=mbit, loss=self._loss)
-
-    def passed(self) -> Passed:
-        """By the counters of each peer's own device; who was dialed they don't tell, but there is only the syncer."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
-        for name, pid in self._pids.items():
-            if name != SYNCER:
-                lines = Path(f"/proc/{pid}/net/dev").read_text("ascii").splitlines()
-                fields = next(line.split() for line in lines if line.strip().startswith("wan0"))
-                found[name, SYNCER] = int(fields[9]), int(fields[1])
-        return found
-
-    def late_s(self) -> float:
-        return 0.0
-
-
 # Not with cubic: a fragment here is one piece, so one stream, and cubic's carries 1.2 segments / (RTT * sqrt(loss))
 # however wide the link is, 0.5 Mbit/s. Learners take part in every fourth round then, not always in the same ones.
 def test_everybody_takes_part_over_links_that_lose_packets(tmp_path: Path) -> None:
     if reason := why_no_namespaces():
         pytest.skip(reason)
     plan = replace(PLAN, congestion="bbr")
-    with Namespaces(1 + plan.learners) as namespaces:
-        links = NamespaceLinks(namespaces, round_trip_s=plan.round_trip_s, loss=LOSS)
+    hosts = {SYNCER: 0} | {f"learner-{number}": number for number in range(1, 1 + plan.learners)}
+    thin = Line(delay_ms=500 * plan.round_trip_s, loss=LOSS)
+    with Namespaces(len(hosts)) as namespaces:
+        links = NamespaceLinks(namespaces, hosts, {host: thin if host else Line() for host in hosts.values()})
         figures = measure_run(plan, tmp_path / "run", links, print)
     print(json.dumps(figures))
     check_all_take_part(figures, plan)

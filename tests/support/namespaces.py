@@ -22,6 +22,7 @@ _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _DEVICE = "wan0"
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -144,13 +145,25 @@ class Namespaces:
         """A host's line, each way. A packet takes the delay of both ends; a rate of 0: no limit; loss: of one."""
         self._order(do="line", host=host, delay_s=delay_ms / 1000, bytes_per_s=mbit_per_s * 1e6 / 8, loss=loss)
 
+    def set_congestion(self, host: int, name: str) -> None:
+        """The congestion control of whatever is dialed or listens there from now on and asks for none itself."""
+        with self.inside(host):
+            _CONGESTION.write_text(name, encoding="ascii")
+
+    def late_s(self) -> float:
+        """By how much a packet came late at most since this was asked last: the switch had to wait for a processor."""
+        return float(self._ask(do="late"))
+
     def _order(self, **order: object) -> None:
         """It is carried out when this returns."""
+        answer = self._ask(**order)
+        assert answer == b"done\n", f"the switch is gone, or does not know {order}: {answer!r}"
+
+    def _ask(self, **order: object) -> bytes:
         assert self._switch.stdin is not None and self._switch.stdout is not None
         self._switch.stdin.write(json.dumps(order).encode() + b"\n")
         self._switch.stdin.flush()
-        answer = self._switch.stdout.readline()
-        assert answer == b"done\n", f"the switch is gone, or does not know {order}: {answer!r}"
+        return self._switch.stdout.readline()
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

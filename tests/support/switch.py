@@ -61,9 +61,14 @@ class Switch:
         self._ahead: list[tuple[float, int, int, int, bytes, bool]] = []
         """(when, count, from, to, packet, whether it has passed the receiver's queue), a heap."""
         self._count = 0
+        self._late_s = 0.0
         self._last: dict[tuple[int, int], float] = {}
 
-    def obey(self, order: dict[str, Any]) -> None:
+    def obey(self, order: dict[str, Any]) -> str:
+        """The answer."""
+        if order["do"] == "late":
+            late_s, self._late_s = self._late_s, 0.0
+            return repr(late_s)
         if order["do"] == "cut":
             self._cut |= {(a, b) for a, b in order["pairs"]}
         elif order["do"] == "heal":
@@ -72,6 +77,7 @@ class Switch:
             self._lines[order["host"]] = Line(order["delay_s"], order["bytes_per_s"], order["loss"])
         else:
             raise ValueError(f"no such order: {order}")
+        return "done"
 
     def take_in(self, host: int) -> None:
         """What has come from a host."""
@@ -108,6 +114,7 @@ class Switch:
             if at > now:
                 return at - now
             heapq.heappop(self._ahead)
+            self._late_s = max(self._late_s, now - at)
             if (sender, to) in self._cut:
                 continue
             arrives = at if queued else self._lines[to].served_at(at, len(packet), 1)
@@ -146,8 +153,7 @@ def run(devices: Sequence[int]) -> None:
                 return
             *lines, orders = (orders + read).split(b"\n")
             for line in lines:
-                switch.obey(json.loads(line))
-                print("done", flush=True)
+                print(switch.obey(json.loads(line)), flush=True)
 
 
 if __name__ == "__main__":
