@@ -23,10 +23,10 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 class Refusal(Exception):
     """Becomes the answer."""
 
-    def __init__(self, status: int, error: str, detail: str, **more: int) -> None:
+    def __init__(self, status: int, error: str, detail: str) -> None:
         super().__init__(detail)
         self.status = status
-        self.body = json.dumps({"error": error, "detail": detail, **more})
+        self.body = json.dumps({"error": error, "detail": detail})
 
 
 async def _uncounted(size: int) -> None:

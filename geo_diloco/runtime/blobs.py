@@ -21,14 +21,15 @@ from geo_diloco.runtime.bulk import Lanes
 from geo_diloco.runtime.disk import StoreFullError
 from geo_diloco.runtime.door import address_of
 from geo_diloco.runtime.pieces import (
+    COMPLETE_HEADER,
     PIECE_BYTES,
     PIECE_DIGEST_BYTES,
     SIZE_HEADER,
-    GapError,
     IndexMissingError,
     by_piece,
     headers_from_status,
     num_pieces,
+    piece_range,
 )
 from geo_diloco.runtime.session import ByteCounters, Deadline
 from geo_diloco.runtime.spans import Span
@@ -104,7 +105,7 @@ class BlobDoor:
     async def _get_pieces(self, request: web.Request) -> web.StreamResponse:
         ref = self._readable(request)
         span = self._span(request, ref)
-        size = span.num_bytes(ref.size)
+        size = span.num_bytes
         status, headers = 200, {SIZE_HEADER: str(ref.size)}
         if (asked := request.headers.get("Range")) is not None:
             match = _RANGE.fullmatch(asked)
@@ -118,28 +119,25 @@ class BlobDoor:
         with _not_held():
             held = (await asyncio.to_thread(self._store.status, ref)).held
             if not held.issuperset(span.pieces()):
-                raise BlobError(f"not all pieces from {span.first} to {span.last} are held")
-            begin = await asyncio.to_thread(self._store.read_piece, ref, span.first + first // PIECE_BYTES)
-        parts = self._parts(ref, span, (first, last), begin)
+                raise BlobError(f"not all of pieces {request.match_info['pieces']} are held")
+            begin = await asyncio.to_thread(self._store.read_piece, ref, (span.begin + first) // PIECE_BYTES)
+        parts = self._parts(ref, Span(span.begin + first, span.begin + last + 1), begin)
         headers["Content-Length"] = str(last + 1 - first)
         return await self._send(request, ref, parts, status=status, headers=headers)
 
-    async def _parts(
-        self, ref: BlobRef, span: Span, wanted: tuple[int, int], begin: bytes
-    ) -> AsyncIterator[memoryview]:
-        """Bytes `wanted[0]` to `wanted[1]` of a span, piece by piece; `begin` is the first of these pieces."""
-        at, last = wanted
-        data = begin
+    async def _parts(self, ref: BlobRef, wanted: Span, first: bytes) -> AsyncIterator[memoryview]:
+        """The bytes wanted, piece by piece; `first` is the first of these pieces."""
+        at, data = wanted.begin, first
         while True:
             offset = at % PIECE_BYTES
-            part = memoryview(data)[offset : offset + last + 1 - at]
+            part = memoryview(data)[offset : offset + wanted.end - at]
             if not part:
                 raise BlobError(f"a piece of blob {ref.digest[:12]} is shorter than it should be")
             yield part
             at += len(part)
-            if at > last:
+            if at >= wanted.end:
                 return
-            data = await asyncio.to_thread(self._store.read_piece, ref, span.first + at // PIECE_BYTES)
+            data = await asyncio.to_thread(self._store.read_piece, ref, at // PIECE_BYTES)
 
     async def _send(
         self,
@@ -178,7 +176,7 @@ class BlobDoor:
     async def _put_pieces(self, request: web.Request) -> web.StreamResponse:
         ref = self._writable(request)
         span = self._span(request, ref)
-        size = span.num_bytes(ref.size)
+        size = span.num_bytes
         match = _CONTENT_RANGE.fullmatch(request.headers.get("Content-Range", f"bytes 0-{size - 1}/{size}"))
         if match is None or int(match[3]) != size or not int(match[1]) <= int(match[2]) < size:
             raise Refusal(416, "bad-range", f"Content-Range wanted within {size} bytes")
@@ -190,15 +188,15 @@ class BlobDoor:
         async with aclosing(read_body(request, length, came=self._came)) as chunks:
             async for chunk in chunks:
                 board.moved(line, len(chunk), whom)
-                await self._keep(ref, span.first * PIECE_BYTES + at, chunk)
+                await self._keep(ref, span.begin + at, chunk)
                 at += len(chunk)
         return self._taken(ref)
 
     async def _keep(self, ref: BlobRef, at: int, chunk: bytes) -> None:
         """Bytes from `at` within the blob on, into the pieces they belong to."""
-        for i, offset, part, is_last in by_piece(ref.size, at, chunk):
+        for i, offset, part in by_piece(ref.size, at, chunk):
             with _not_taken():
-                if is_last:  # hashed and written now, which is no work for the event loop
+                if self._store.is_piece_filled_by(ref, i, offset, len(part)):  # no work for the event loop
                     syncs = self._must_last(ref.digest)
                     await asyncio.to_thread(self._store.append_piece, ref, i, offset, part, syncs=syncs)
                 else:
@@ -209,9 +207,10 @@ class BlobDoor:
         await self._lanes.down.take(size)
 
     def _taken(self, ref: BlobRef, headers: dict[str, str] | None = None) -> web.Response:
-        if self._store.has(ref):
+        is_complete = self._store.has(ref)
+        if is_complete:
             self._arrived(ref)
-        return web.Response(headers=headers)
+        return web.Response(headers={COMPLETE_HEADER: str(int(is_complete)), **(headers or {})})
 
     def _readable(self, request: web.Request) -> BlobRef:
         """Held or announced. Who pushes an announced one may always ask how much of it is here."""
@@ -236,20 +235,18 @@ class BlobDoor:
 
     def _span(self, request: web.Request, ref: BlobRef) -> Span:
         """The piece or run of pieces that a request is about: `3`, or `3-7`."""
-        first, _, last = request.match_info["pieces"].partition("-")
-        span = Span(number(first, "piece"), number(last or first, "piece"))
-        if not span.first <= span.last < num_pieces(ref.size) or len(span.pieces()) > SPAN_PIECES_MAX:
-            text = f"pieces {span.first} to {span.last} of a blob of {num_pieces(ref.size)}, at most {SPAN_PIECES_MAX}"
+        name, _, other = request.match_info["pieces"].partition("-")
+        first, last = number(name, "piece"), number(other or name, "piece")
+        if not first <= last < num_pieces(ref.size) or last - first >= SPAN_PIECES_MAX:
+            text = f"pieces {first} to {last} of a blob of {num_pieces(ref.size)}, at most {SPAN_PIECES_MAX}"
             raise Refusal(404, "no-such-piece", text)
-        return span
+        return Span(first * PIECE_BYTES, piece_range(ref.size, last)[1])
 
 
 @contextmanager
 def _not_taken() -> Iterator[None]:
     try:
         yield
-    except GapError as exc:
-        raise Refusal(409, "gap", str(exc), offset=exc.expected_offset) from exc
     except IndexMissingError as exc:
         raise Refusal(409, "index-missing", str(exc)) from exc
     except StoreFullError as exc:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
-from geo_diloco.runtime.pieces import PIECE_BYTES
 from geo_diloco.runtime.routes import Route, Routes
 from geo_diloco.runtime.session import StallError, TransferRefused
-from geo_diloco.runtime.spans import Missing, Span
+from geo_diloco.runtime.spans import Missing, Report, Span
 from geo_diloco.runtime.streams import STREAMS_MAX, Climb, window_s
 
 FAILURES_MAX = 5
@@ -34,9 +33,6 @@ IDLE_S = 0.5
 """Who has nothing to do looks again that often."""
 RESERVE_SHARE = 0.25
 """Others are of use as long as they carry that share of what the reserve did the last time."""
-LONG_PIECE_S = 4.0
-"""Where a piece takes a stream that long, the last ones are begun all at once: whoever waited for a stream to get free
-would be that much later."""
 SLOWER = 3.0
 """Whose rest takes that many times as long as it would take us, and `TAKEN_OVER_S` more, is relieved of it."""
 TAKEN_OVER_S = 0.5
@@ -66,10 +62,11 @@ class Way(Protocol):
         """Make ready, say into the queue what is known of the pieces, and return those that it has; None for all."""
 
     async def move(self, span: Span) -> None:
-        """Pieces of it may be said to be moved one by one; all are when it returns."""
+        """All of it, when it returns."""
 
-    async def left(self, span: Span) -> tuple[Sequence[int], Mapping[int, int]]:
-        """After it broke off: what is still missing of it, and the offsets reached. Raises nothing."""
+    async def left(self) -> Report | None:
+        """After something broke off: what is still missing, if that can be told without asking the other side. Raises
+        nothing."""
 
 
 @dataclass(eq=False)
@@ -118,10 +115,9 @@ class _Seat:
 class Flow:
     """One transfer's. For the event loop's thread."""
 
-    def __init__(self, missing: Missing, blob_size: int, *, routes: Routes, streams_max: int = STREAMS_MAX) -> None:
+    def __init__(self, missing: Missing, *, routes: Routes, streams_max: int = STREAMS_MAX) -> None:
         """`streams_max`: of each way, where that is limited from here."""
         self._missing = missing
-        self._size = blob_size
         self._routes = routes
         self._streams_max = streams_max
         self._seats: list[_Seat] = []
@@ -309,14 +305,12 @@ class Flow:
         streams = min(seat.climb.streams, most)
         now = time.monotonic()
         rate = max(seat.route.bytes_per_s, seat.moved / max(now - seat.began_at, 1.0)) / streams
-        if 0.0 < rate < PIECE_BYTES / LONG_PIECE_S and self._missing.num_free <= most - len(seat.runs):
-            streams = most
         while (at_work := sum(not run.is_ending for run in seat.runs.values())) < streams and not seat.must_open:
             span = self._missing.take(streams, seat.having, bytes_per_s=rate)
             if span is None:
                 break
-            task = asyncio.create_task(seat.way.move(span), name=f"pieces {span.first} to {span.last}")
-            seat.runs[task] = _Run(span, span.num_bytes(self._size), now, now)
+            task = asyncio.create_task(seat.way.move(span), name=f"bytes {span.begin} to {span.end}")
+            seat.runs[task] = _Run(span, span.num_bytes, now, now)
         if at_work < streams:
             seat.is_window_full = False
             self._take_over(seat, rate)
@@ -349,13 +343,11 @@ class Flow:
         run = seat.runs.pop(task)
         failure = None if task.cancelled() else task.exception()
         if failure is None and not task.cancelled():
-            for i in run.span.pieces():
-                self._missing.moved(i)
+            self._missing.finished(run.span)
             if self.is_done:
                 self._tell()
             return
-        self._missing.give_back(run.span.pieces(), (await seat.way.left(run.span))[1])
-        self._tell()
+        await self._give_back(seat, run)
         if run.is_silent:
             raise StallError(f"{seat.way.url} gave nothing for {SILENT_S:g} s")
         if failure is None:
@@ -368,6 +360,13 @@ class Flow:
         else:
             raise failure
 
+    async def _give_back(self, seat: _Seat, run: _Run) -> None:
+        report = await seat.way.left()
+        self._missing.give_back(run.span)
+        if report is not None:
+            self._missing.know(report)
+        self._tell()
+
     async def _call_off(self, seat: _Seat) -> None:
         """What is still under way this way goes back to the others."""
         for task in seat.runs:
@@ -376,10 +375,9 @@ class Flow:
             await asyncio.wait(seat.runs)
         for task, run in seat.runs.items():
             if task.cancelled() or task.exception() is not None:
-                self._missing.give_back(run.span.pieces(), (await seat.way.left(run.span))[1])
+                await self._give_back(seat, run)
             else:
-                for i in run.span.pieces():
-                    self._missing.moved(i)
+                self._missing.finished(run.span)
         seat.runs.clear()
         self._tell()
 
@@ -388,7 +386,7 @@ class Flow:
     async def _idle(self, seat: _Seat) -> None:
         """Others move the rest, or this way hasn't got what is missing: it may have it soon."""
         await self._wait(IDLE_S)
-        if self._missing.num_free and not self._missing.has_any_of(seat.having):
+        if self._missing.num_bytes and not self._missing.has_any_of(seat.having):
             seat.must_open = True
 
     def _take_over(self, seat: _Seat, own_rate: float) -> None:

@@ -22,20 +22,13 @@ from geo_diloco.errors import BlobError, RemoteProtocolError
 from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.disk import StoreFullError, atomic_write, disk_errors, fsync_folder, read_at, write_at
+from geo_diloco.runtime.ranges import Range, joined, without
 
 PIECE_BYTES = 1 << 20
 PIECE_DIGEST_BYTES = 32
 BLOB_BYTES_MAX = 1 << 40
 PART_SUFFIX = ".part"
 INDEX_SUFFIX = ".index"
-
-
-class GapError(BlobError):
-    """A chunk that begins beyond what is held of its piece; `expected_offset` is where to go on."""
-
-    def __init__(self, expected_offset: int) -> None:
-        super().__init__(f"chunk leaves a gap: {expected_offset} bytes of the piece are held; go on from there")
-        self.expected_offset = expected_offset
 
 
 class IndexMissingError(BlobError):
@@ -50,8 +43,13 @@ class BlobStatus:
     has_index: bool
     held: frozenset[int]
     """Pieces that are whole and verified."""
-    open_offsets: dict[int, int]
-    """Piece -> bytes received so far, not yet verified."""
+    unverified: tuple[Range, ...] = ()
+    """Bytes of other pieces that came so far."""
+
+    def lacking(self, blob_size: int) -> list[Range]:
+        """What has yet to come."""
+        held = (piece_range(blob_size, i) for i in self.held)
+        return without([(0, blob_size)], [*held, *self.unverified])
 
 
 def num_pieces(size: int) -> int:
@@ -65,15 +63,20 @@ def piece_size(size: int, i: int) -> int:
     return min(PIECE_BYTES, size - i * PIECE_BYTES)
 
 
-def by_piece(blob_size: int, at: int, chunk: bytes | memoryview) -> Iterator[tuple[int, int, memoryview, bool]]:
-    """Bytes from `at` within a blob on, piece by piece: the piece, the offset in it, its part of them, and whether they
-    reach its end."""
+def piece_range(size: int, i: int) -> Range:
+    """Where piece `i` of a blob of `size` bytes lies in it."""
+    begin = i * PIECE_BYTES
+    return begin, begin + piece_size(size, i)
+
+
+def by_piece(blob_size: int, at: int, chunk: bytes | memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """Bytes from `at` within a blob on, piece by piece: the piece, the offset in it, its part of them."""
     rest = memoryview(chunk)
     while rest:
         i, offset = divmod(at, PIECE_BYTES)
         size = piece_size(blob_size, i)
         part = rest[: size - offset]
-        yield i, offset, part, offset + len(part) == size
+        yield i, offset, part
         at, rest = at + len(part), rest[len(part) :]
 
 
@@ -117,11 +120,12 @@ def digest_in_index(index: bytes, i: int) -> bytes:
 SIZE_HEADER = "X-Blob-Size"
 INDEX_HEADER = "X-Blob-Index"
 HELD_HEADER = "X-Blob-Held"
-OFFSETS_HEADER = "X-Blob-Offsets"
+UNVERIFIED_HEADER = "X-Blob-Unverified"
+COMPLETE_HEADER = "X-Blob-Complete"
+"""In the answer to bytes that came: all of the blob is there now."""
 _HEADER_CHARACTERS_MAX = 4000
 """A longer list is cut: what is left out is merely sent again, and found to be held."""
-_RANGES = re.compile(r"(?:[0-9]{1,8}-[0-9]{1,8}(?:,[0-9]{1,8}-[0-9]{1,8})*)?")
-_OFFSETS = re.compile(r"(?:[0-9]{1,8}:[0-9]{1,8}(?:,[0-9]{1,8}:[0-9]{1,8})*)?")
+_RANGES = re.compile(r"(?:[0-9]{1,13}-[0-9]{1,13}(?:,[0-9]{1,13}-[0-9]{1,13})*)?")
 
 
 def headers_from_status(ref: BlobRef, status: BlobStatus) -> dict[str, str]:
@@ -135,7 +139,7 @@ def headers_from_status(ref: BlobRef, status: BlobStatus) -> dict[str, str]:
         SIZE_HEADER: str(ref.size),
         INDEX_HEADER: "1" if status.has_index else "0",
         HELD_HEADER: _join_bounded(f"{first}-{last}" for first, last in ranges),
-        OFFSETS_HEADER: _join_bounded(f"{i}:{offset}" for i, offset in sorted(status.open_offsets.items())),
+        UNVERIFIED_HEADER: _join_bounded(f"{begin}-{end - 1}" for begin, end in status.unverified),
     }
 
 
@@ -150,22 +154,23 @@ def _join_bounded(parts: Iterator[str]) -> str:
 
 def status_from_headers(headers: Mapping[str, str], ref: BlobRef) -> BlobStatus:
     """Raises RemoteProtocolError if they can't be about `ref`."""
-    ranges, offsets = headers.get(HELD_HEADER, ""), headers.get(OFFSETS_HEADER, "")
-    if headers.get(SIZE_HEADER) != str(ref.size) or not _RANGES.fullmatch(ranges) or not _OFFSETS.fullmatch(offsets):
+    held_ranges, came = headers.get(HELD_HEADER, ""), headers.get(UNVERIFIED_HEADER, "")
+    if headers.get(SIZE_HEADER) != str(ref.size) or not _RANGES.fullmatch(held_ranges) or not _RANGES.fullmatch(came):
         raise RemoteProtocolError(f"answer that is not about blob {ref.digest[:12]} of {ref.size} bytes")
     held: set[int] = set()
-    for part in filter(None, ranges.split(",")):
-        first, last = map(int, part.split("-"))
+    for first, last in _split(held_ranges):
         if last >= num_pieces(ref.size):
             raise RemoteProtocolError(f"answer about piece {last} of a blob of {num_pieces(ref.size)}")
         held.update(range(first, last + 1))
-    open_offsets = {}
-    for part in filter(None, offsets.split(",")):
-        i, offset = map(int, part.split(":"))
-        if i < num_pieces(ref.size) and offset < piece_size(ref.size, i):
-            open_offsets[i] = offset
+    unverified = joined((first, min(last + 1, ref.size)) for first, last in _split(came))
     has_index = headers.get(INDEX_HEADER) == "1"
-    return BlobStatus(len(held) == num_pieces(ref.size) and has_index, has_index, frozenset(held), open_offsets)
+    return BlobStatus(len(held) == num_pieces(ref.size) and has_index, has_index, frozenset(held), tuple(unverified))
+
+
+def _split(ranges: str) -> Iterator[tuple[int, int]]:
+    for part in filter(None, ranges.split(",")):
+        first, last = part.split("-")
+        yield int(first), int(last)
 
 
 # ---- blobs of which pieces are missing ---------------------------------------------------------------------------
@@ -202,24 +207,25 @@ class OpenBudget:
 
 
 class OpenPiece:
-    """An unfinished piece. Hashed only when it is full."""
+    """An unfinished piece: its bytes come in any order. Hashed only when it is full."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.buffer = bytearray(size)
-        self.offset = 0
+        self.came: list[Range] = []
+        """Offsets in the piece."""
         self.touched_at = time.monotonic()
         self.is_given_up = False
 
-    def append(self, offset: int, chunk: bytes | memoryview) -> bool:
-        """Take what is new of `chunk`; True when full."""
-        if offset > self.offset:
-            raise GapError(self.offset)
-        fresh = memoryview(chunk)[self.offset - offset :]
-        self.buffer[self.offset : self.offset + len(fresh)] = fresh
-        self.offset += len(fresh)
+    def is_filled_by(self, offset: int, size: int) -> bool:
+        return joined([*self.came, (offset, offset + size)]) == [(0, self.size)]
+
+    def put(self, offset: int, chunk: bytes | memoryview) -> bool:
+        """True when full."""
+        self.buffer[offset : offset + len(chunk)] = chunk
+        self.came = joined([*self.came, (offset, offset + len(chunk))])
         self.touched_at = time.monotonic()
-        return self.offset == self.size
+        return self.came == [(0, self.size)]
 
     def give_up(self) -> None:
         self.is_given_up = True
@@ -253,8 +259,13 @@ class PartialBlob:
             held = self._load()
             closing = set(self._closing)
             self._lock.wait_for(lambda: not closing & self._closing)
-            offsets = {i: piece.offset for i, piece in sorted(self._open.items()) if not piece.is_given_up}
-            return BlobStatus(self._is_complete, self._index is not None, frozenset(held), offsets)
+            unverified = [
+                (i * PIECE_BYTES + begin, i * PIECE_BYTES + end)
+                for i, piece in sorted(self._open.items())
+                if not piece.is_given_up
+                for begin, end in piece.came
+            ]
+            return BlobStatus(self._is_complete, self._index is not None, frozenset(held), tuple(joined(unverified)))
 
     def index(self) -> bytes:
         with self._lock:
@@ -276,9 +287,24 @@ class PartialBlob:
                 self._index = index
                 self._complete_if_all(held)
 
+    def has_begun(self, i: int) -> bool:
+        """Whether room for piece `i` is taken."""
+        with self._lock:
+            return i in self._load() or i in self._open or i in self._closing
+
+    def is_filled_by(self, i: int, offset: int, size: int) -> bool:
+        """Whether `append` of so many bytes from `offset` on waits for the disk."""
+        with self._lock:
+            if i in self._closing:
+                return offset + size == piece_size(self.ref.size, i)
+            piece = self._open.get(i)
+            if piece is None or piece.is_given_up:
+                return size == piece_size(self.ref.size, i)
+            return piece.is_filled_by(offset, size)
+
     def append(self, i: int, offset: int, chunk: bytes | memoryview, *, syncs: bool = True) -> bool:
-        """True once piece `i` is held. May wait for the disk only with a chunk that reaches the piece's end. `syncs`:
-        once complete the blob outlives a crash of the machine."""
+        """True once piece `i` is held. Waits for the disk only with a chunk that fills the piece, or that reaches its
+        end while it is written. `syncs`: once complete the blob outlives a crash of the machine."""
         size = piece_size(self.ref.size, i)
         with self._lock:
             held = self._load()
@@ -293,10 +319,8 @@ class PartialBlob:
                 raise IndexMissingError(f"index of blob {self.ref.digest[:12]} is wanted before its pieces")
             piece = self._open.get(i)
             if piece is None or piece.is_given_up:
-                if offset > 0:
-                    raise GapError(0)
                 piece = self._open[i] = self._budget.open_piece(size)
-            if not piece.append(offset, chunk):
+            if not piece.put(offset, chunk):
                 return False
             self._close(i)
             self._closing.add(i)
@@ -321,7 +345,7 @@ class PartialBlob:
             return data
 
     def drop_open(self, i: int) -> None:
-        """An unfinished piece begins again at 0."""
+        """What came of an unfinished piece is forgotten."""
         with self._lock:
             self._close(i)
 

@@ -1,55 +1,60 @@
-"""Which pieces of a blob are still to be moved, and the runs of them that a stream takes at a time.
+"""Which bytes of a blob are still to be moved, and the spans of them that a stream takes at a time.
 
-One request covers several pieces: each costs a round trip and the server a little work. A run is as long as takes a
-stream a few seconds, and near the end of the blob shorter, so that all streams end at about the same time. A piece is
-with one stream or with nobody, which is how nothing is moved twice; one that broke off comes back with the offset that
-was reached. Pure.
+One request covers one span: each costs a round trip and the server a little work. A span is as long as takes a stream a
+few seconds, and near the end of the blob shorter, so that all streams end at about the same time: the last ones are
+parts of pieces, as are all of a blob that is small. A byte is with one stream or with nobody, which is how nothing is
+moved twice; what broke off comes back. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from geo_diloco.runtime.pieces import PIECE_BYTES, piece_size
+from geo_diloco.runtime.pieces import PIECE_BYTES, piece_range
+from geo_diloco.runtime.ranges import Range, joined, num_bytes, without
 
-SPAN_PIECES_MAX = 16
+SPAN_BYTES_MAX = 16 << 20
+SPAN_BYTES_MIN = 64 << 10
+"""Shorter ones would cost more in requests than they gain."""
 SPAN_S = 2.0
-"""What a run takes a stream, at most, unless one piece takes longer."""
+"""What a span takes a stream, at most, unless the shortest takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pieces `first` to `last`, from `offset` within the first one on."""
+    """Bytes of a blob, from `begin` to before `end`."""
 
-    first: int
-    last: int
-    offset: int = 0
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
 
     def pieces(self) -> range:
-        return range(self.first, self.last + 1)
+        return range(self.begin // PIECE_BYTES, -(-self.end // PIECE_BYTES))
 
-    def num_bytes(self, blob_size: int) -> int:
-        """From the offset on."""
-        whole = (self.last - self.first) * PIECE_BYTES + piece_size(blob_size, self.last)
-        return whole - self.offset
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the receiving side lacks, by its own word."""
+
+    lacking: list[Range]
+    moved_before: list[Range]
+    """`Missing.moved_so_far` when it was asked: what got there meanwhile it may not have counted."""
 
 
 class Missing:
-    """The pieces of one blob that nobody is moving, and the count of those that somebody is."""
+    """The bytes of one blob that nobody is moving, and those that somebody is."""
 
-    def __init__(self, blob_size: int, pieces: Iterable[int], offsets: Mapping[int, int] | None = None) -> None:
+    def __init__(self, blob_size: int, free: Iterable[Range]) -> None:
         self._size = blob_size
-        self._free: dict[int, int] = {i: (offsets or {}).get(i, 0) for i in sorted(pieces)}
-        """Piece -> offset reached; in order."""
-        self._begun: dict[int, None] = {}
-        """Those of them that begin beyond 0."""
-        self._taken: set[int] = set()
-        self._note_begun()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        self._free = joined(free)
+        self._taken: list[Span] = []
+        self._moved: list[Range] = []
+        self._alone: set[int] = set()
+        """Pieces that are moved in one span each."""
 
     @property
     def is_over(self) -> bool:
@@ -57,60 +62,90 @@ class Missing:
 
     @property
     def num_bytes(self) -> int:
-        """Of pieces that nobody is moving."""
-        return sum(piece_size(self._size, i) - offset for i, offset in self._free.items())
+        """That nobody is moving."""
+        return num_bytes(self._free)
+
+    @property
+    def moved_so_far(self) -> list[Range]:
+        return list(self._moved)
 
     def has_any_of(self, pieces: Collection[int] | None) -> bool:
         """`pieces`: None for all."""
-        return bool(self._free) if pieces is None else any(i in self._free for i in pieces)
+        return next(self._allowed(pieces), None) is not None
 
     def take(self, num_streams: int, having: Collection[int] | None = None, *, bytes_per_s: float = 0.0) -> Span | None:
         """For one of so many streams, of the pieces in `having` (None: of all); None if there is none. `bytes_per_s`:
-        of the one stream; while it is not known a run is one piece.
+        of the one stream; while it is not known a span is one piece at most.
 
-        A piece that was begun comes first, because its bytes are held in memory, and begins a run of its own.
+        A piece that was begun comes first, because its bytes are held in memory.
         """
-        begun = (i for i in self._begun if having is None or i in having)
-        first = next(begun, None)
-        if first is None:
-            first = next((i for i in self._free if having is None or i in having), None)
+        first: Range | None = None
+        for each in self._allowed(having):
+            first = first or each
+            if each[0] % PIECE_BYTES:
+                first = each
+                break
         if first is None:
             return None
-        most = min(SPAN_PIECES_MAX, len(self._free) // (2 * max(1, num_streams)))
-        most = max(1, min(most, int(SPAN_S * bytes_per_s / PIECE_BYTES)))
-        last = first
-        while last - first + 1 < most and self._free.get(last + 1) == 0 and (having is None or last + 1 in having):
-            last += 1
-        span = Span(first, last, self._free[first])
-        for i in span.pieces():
-            del self._free[i]
-            self._taken.add(i)
-        self._begun.pop(first, None)
-        return span
+        most = min(SPAN_BYTES_MAX, self.num_bytes // (2 * max(1, num_streams)))
+        most = min(most, int(SPAN_S * bytes_per_s) if bytes_per_s else PIECE_BYTES)
+        begin, end = first
+        if not self._alone.intersection(Span(begin, end).pieces()):
+            end = _end_of(begin, end, max(SPAN_BYTES_MIN, most))
+        self._free = without(self._free, [(begin, end)])
+        self._taken.append(Span(begin, end))
+        return self._taken[-1]
 
-    def moved(self, i: int) -> None:
-        """Piece `i` is where it was to go, whoever brought it."""
-        self._free.pop(i, None)
-        self._begun.pop(i, None)
-        self._taken.discard(i)
+    def _allowed(self, having: Collection[int] | None) -> Iterator[Range]:
+        """What may be taken, in order; a piece that is to be alone by itself, if all of it is there."""
+        if having is None and not self._alone:
+            yield from self._free
+            return
+        for begin, end in self._free:
+            run = begin
+            for i in Span(begin, end).pieces():
+                piece = piece_range(self._size, i)
+                if (having is None or i in having) and i not in self._alone:
+                    continue
+                if run < piece[0]:
+                    yield run, piece[0]
+                if i in self._alone and (having is None or i in having) and begin <= piece[0] and piece[1] <= end:
+                    yield piece
+                run = piece[1]
+            if run < end:
+                yield run, end
 
-    def give_back(self, pieces: Iterable[int], offsets: Mapping[int, int] | None = None) -> None:
-        """They are still missing and nobody moves them now. A piece that was moved meanwhile stays so."""
-        for i in pieces:
-            if i in self._taken:
-                self._taken.discard(i)
-                self._free[i] = (offsets or {}).get(i, 0)
-        self._free = dict(sorted(self._free.items()))
-        self._note_begun()
+    def finished(self, span: Span) -> None:
+        """It went through."""
+        self._taken.remove(span)
+        self.moved((span.begin, span.end))
 
-    def know(self, held: Collection[int], offsets: Mapping[int, int]) -> None:
-        """What the receiving side says it holds; about pieces that are under way it may be out of date."""
-        for i in list(self._free):
-            if i in held:
-                del self._free[i]
-            else:
-                self._free[i] = offsets.get(i, 0)
-        self._note_begun()
+    def moved(self, where: Range) -> None:
+        """Those bytes are where they were to go, whoever brought them."""
+        self._free = without(self._free, [where])
+        self._moved = joined([*self._moved, where])
 
-    def _note_begun(self) -> None:
-        self._begun = {i: None for i, offset in self._free.items() if offset > 0}
+    def give_back(self, span: Span) -> None:
+        """Nobody moves it now. What of it got through meanwhile is not missing."""
+        self._taken.remove(span)
+        self._free = joined([*self._free, *without([(span.begin, span.end)], self._moved)])
+
+    def know(self, report: Report) -> None:
+        """What nobody is moving is now what the receiving side says that it lacks."""
+        meanwhile = without(self._moved, report.moved_before)
+        taken = [(span.begin, span.end) for span in self._taken]
+        self._free = without(report.lacking, [*taken, *meanwhile])
+        self._moved = without(self._moved, self._free)
+
+    def keep_whole(self, i: int) -> None:
+        """From now on piece `i` is moved by one stream, all of it."""
+        self._alone.add(i)
+
+
+def _end_of(begin: int, end: int, size: int) -> int:
+    """Where a span of about `size` ends that begins there: at the end of a piece, if it is long, and without leaving a
+    crumb."""
+    if end - begin < size + SPAN_BYTES_MIN:
+        return end
+    whole = (begin + size) // PIECE_BYTES * PIECE_BYTES
+    return whole if size >= PIECE_BYTES and whole > begin else begin + size

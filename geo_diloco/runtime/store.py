@@ -124,7 +124,7 @@ class BlobStore:
 
     def status(self, ref: BlobRef) -> BlobStatus:
         if self.has(ref):
-            return BlobStatus(True, True, frozenset(range(num_pieces(ref.size))), {})
+            return BlobStatus(True, True, frozenset(range(num_pieces(ref.size))))
         return self._partial(ref).status()
 
     def index(self, ref: BlobRef) -> bytes:
@@ -160,21 +160,24 @@ class BlobStore:
         """Add bytes of piece `i` from `offset` on; True once the piece is held. Without `syncs` the disk is not waited
         for: what a crash of the machine leaves of the blob may be broken, which is found when it is read.
 
-        Bytes that are already there are skipped, so that repeats and two writers do no harm. At the piece's end its
-        digest is checked: if it is wrong the piece begins again at 0 and BlobError is raised. GapError if `offset`
-        lies beyond what is there.
+        Bytes may come in any order and more than once, from any number of writers. When all of the piece is there its
+        digest is checked: if it is wrong the piece begins again and BlobError is raised.
         """
         size = piece_size(ref.size, i)
         if offset < 0 or offset + len(chunk) > size:
             raise BlobError(f"bytes {offset} to {offset + len(chunk)} of a piece of {size}")
         if self.has(ref):
             return True
-        if offset == 0:
-            self._check_space(size)
         partial = self._partial(ref)
+        if not partial.has_begun(i):
+            self._check_space(size)
         is_held = partial.append(i, offset, chunk, syncs=syncs)
         self._drop_if_over(partial)
         return is_held
+
+    def is_piece_filled_by(self, ref: BlobRef, i: int, offset: int, size: int) -> bool:
+        """Whether `append_piece` with so many bytes would have to hash piece `i` and wait for the disk."""
+        return not self.has(ref) and self._partial(ref).is_filled_by(i, offset, size)
 
     def drop_open(self, ref: BlobRef, i: int) -> None:
         """Piece `i`, if it is unfinished, begins again."""

@@ -22,17 +22,18 @@ from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.disk import StoreFullError
 from geo_diloco.runtime.flow import Flow, NotYetError, Way
 from geo_diloco.runtime.pieces import (
+    COMPLETE_HEADER,
     HELD_HEADER,
     PIECE_BYTES,
     PIECE_DIGEST_BYTES,
     BlobStatus,
-    GapError,
     by_piece,
     check_size,
     num_pieces,
-    piece_size,
+    piece_range,
     status_from_headers,
 )
+from geo_diloco.runtime.ranges import num_bytes
 from geo_diloco.runtime.session import (
     STALL_S,
     Body,
@@ -43,12 +44,14 @@ from geo_diloco.runtime.session import (
     raise_for_status,
     read_bounded,
 )
-from geo_diloco.runtime.spans import Missing, Span
+from geo_diloco.runtime.spans import Missing, Report, Span
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.runtime.streams import STREAMS_MAX
 
 ANNOUNCE_WAIT_S = 10.0
 """How long an upload waits for its announcement, sent on another connection, to be heard."""
+ROUNDS_MAX = 5
+"""So often is gone on if all of a blob was moved and it is not there: a piece was wrong, or gave way to others."""
 _CHUNK_BYTES = 64 << 10
 
 
@@ -91,11 +94,15 @@ async def upload_blob(
 
     Returns the rate in bytes per second. Raises TransferRefused or TransferError.
     """
-    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, range(num_pieces(ref.size))))
-    failures = await move.run([(_Upload(move, base_url, ask_first=ask_first), 0.0)], "up", what)
-    for failure in failures.values():
-        raise _final(failure)
-    return move.bytes_per_s()
+    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, [(0, ref.size)]))
+    way = _Upload(move, base_url, ask_first=ask_first)
+    for _ in range(ROUNDS_MAX):
+        failures = await move.run([(way, 0.0)], "up", what)
+        for failure in failures.values():
+            raise _final(failure)
+        if way.is_complete:
+            return move.bytes_per_s()
+    raise TransferError(f"{move.url(base_url)} was sent all of it {ROUNDS_MAX} times and is not complete")
 
 
 async def fetch_blob(
@@ -120,12 +127,19 @@ async def fetch_blob(
         status = await asyncio.to_thread(store.status, ref)
     if status.complete:
         return 0
-    rest = [i for i in range(num_pieces(ref.size)) if i not in status.held]
-    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, rest, status.open_offsets))
-    move.held = _num_bytes(ref, status)
-    job = _FetchJob(move, has_index=status.has_index, begun=status.open_offsets)
+    lacking = status.lacking(ref.size)
+    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, lacking))
+    move.held = ref.size - num_bytes(lacking)
+    begun = {i for begin, end in status.unverified for i in Span(begin, end).pieces()}
+    job = _FetchJob(move, has_index=status.has_index, begun=begun)
     ways = [(_Fetch(job, source), source.delay_s) for source in sources]
-    failures = await move.run(ways, "down", what)
+    failures: Mapping[str, TransferError] = {}
+    for _ in range(ROUNDS_MAX):
+        failures = await move.run(ways, "down", what)
+        if failures or store.has(ref):
+            break
+        with _own_store():
+            move.missing.know(await job.look())
     if failures or not store.has(ref):
         raise NobodyLeftError({url: _final(failure) for url, failure in failures.items()})
     return move.bytes_per_s()
@@ -134,10 +148,6 @@ async def fetch_blob(
 def _final(failure: TransferError) -> TransferError:
     """What was waited for and did not come is refused."""
     return TransferRefused(str(failure)) if isinstance(failure, NotYetError) else failure
-
-
-def _num_bytes(ref: BlobRef, status: BlobStatus) -> int:
-    return sum(piece_size(ref.size, i) for i in status.held) + sum(status.open_offsets.values())
 
 
 @dataclass
@@ -159,7 +169,7 @@ class _Move:
         self.line: Line = board.begin(what or f"blob {self.ref.digest[:12]}", direction, self.ref.size, done=self.held)
         lanes = self.bulk.lanes
         streams_max = lanes.fetching_streams_max if direction == "down" else STREAMS_MAX
-        self.flow = Flow(self.missing, self.ref.size, routes=self.bulk.routes, streams_max=streams_max)
+        self.flow = Flow(self.missing, routes=self.bulk.routes, streams_max=streams_max)
         try:
             return await self.flow.run(ways)
         finally:
@@ -180,8 +190,16 @@ class _Move:
         return f"{base_url}/v1/blobs/{self.ref.digest}"
 
     def url_of(self, base_url: str, span: Span) -> str:
-        run = str(span.first) if span.first == span.last else f"{span.first}-{span.last}"
+        """Of the pieces that a span touches."""
+        pieces = span.pieces()
+        run = str(pieces[0]) if len(pieces) == 1 else f"{pieces[0]}-{pieces[-1]}"
         return f"{self.url(base_url)}/{run}"
+
+    def within(self, span: Span) -> tuple[int, int, int]:
+        """Its first and last byte as counted from the begin of the pieces that it touches, and their size."""
+        pieces = span.pieces()
+        base = pieces[0] * PIECE_BYTES
+        return span.begin - base, span.end - 1 - base, piece_range(self.ref.size, pieces[-1])[1] - base
 
 
 async def _check(response: Response) -> None:
@@ -200,6 +218,8 @@ class _Upload:
     def __init__(self, move: _Move, base_url: str, *, ask_first: bool) -> None:
         self.url = base_url
         self.confirmed = 0
+        self.is_complete = False
+        """By the other side's word."""
         self.patience_s = ANNOUNCE_WAIT_S
         self._m = move
         self._asks_first = ask_first
@@ -212,23 +232,27 @@ class _Upload:
         if total == 1 and self._is_first:
             self._is_first = False
             return
+        moved_before = m.missing.moved_so_far
         status = await self._head() if total == 1 or self._asks_first else await self._put_index()
         if not status.has_index and total != 1:
             status = await self._put_index()
-        m.missing.know(status.held, status.open_offsets)
-        self.confirmed = max(self.confirmed, _num_bytes(m.ref, status))
+        self.is_complete = self.is_complete or status.complete
+        lacking = status.lacking(m.ref.size)
+        m.missing.know(Report(lacking, moved_before))
+        self.confirmed = max(self.confirmed, m.ref.size - num_bytes(lacking))
         m.line.done = max(m.line.done, self.confirmed) if m.line.whom else self.confirmed
 
     async def move(self, span: Span) -> None:
         m = self._m
-        size = span.num_bytes(m.ref.size)
-        headers = {"Content-Range": f"bytes {span.offset}-{span.offset + size - 1}/{span.offset + size}"}
-        await self._put(m.url_of(self.url, span), size, headers, span)
-        self.confirmed += size
+        first, last, size = m.within(span)
+        headers = {"Content-Range": f"bytes {first}-{last}/{size}"}
+        answer = await self._put(m.url_of(self.url, span), span.num_bytes, headers, span)
+        self.is_complete = self.is_complete or answer.get(COMPLETE_HEADER) == "1"
+        self.confirmed += span.num_bytes
 
-    async def left(self, span: Span) -> tuple[Sequence[int], Mapping[int, int]]:
+    async def left(self) -> Report | None:
         """The other side knows, and is asked before anything is sent again."""
-        return span.pieces(), {}
+        return None
 
     async def _head(self) -> BlobStatus:
         m, url = self._m, self._m.url(self.url)
@@ -274,12 +298,11 @@ class _Upload:
         if isinstance(sent, bytes):
             yield memoryview(sent)
             return
-        offset = sent.offset
         for i in sent.pieces():
+            begin, end = piece_range(self._m.ref.size, i)
             with _own_blob():
                 data = await asyncio.to_thread(self._m.store.read_piece, self._m.ref, i)
-            yield memoryview(data)[offset:]
-            offset = 0
+            yield memoryview(data)[max(begin, sent.begin) - begin : min(end, sent.end) - begin]
 
 
 class _FetchJob:
@@ -292,14 +315,14 @@ class _FetchJob:
         self.brought_by: dict[int, set[str]] = {i: {"before"} for i in begun}
         """Whose bytes an unfinished piece has: if it turns out wrong, who sent all of it is to blame."""
         self.alone: set[int] = set()
-        """Pieces that were wrong with bytes of several: each of them is sent by one donor now, from its begin."""
+        """Pieces that were wrong with bytes of several: each of them is sent by one donor now, all of it."""
 
     def begins(self, i: int, url: str) -> None:
         self.brought_by.setdefault(i, set()).add(url)
 
     def is_held(self, i: int) -> None:
         self.brought_by.pop(i, None)
-        self.move.missing.moved(i)
+        self.move.missing.moved(piece_range(self.move.ref.size, i))
 
     def is_to_blame(self, i: int, url: str) -> bool:
         """Piece `i` was wrong. It begins again."""
@@ -307,7 +330,14 @@ class _FetchJob:
         if brought_by == {url}:
             return True
         self.alone.add(i)
+        self.move.missing.keep_whole(i)
         return False
+
+    async def look(self) -> Report:
+        """What the store here lacks. Raises BlobError."""
+        m, moved_before = self.move, self.move.missing.moved_so_far
+        status = await asyncio.to_thread(m.store.status, m.ref)
+        return Report(status.lacking(m.ref.size), moved_before)
 
 
 class _Fetch:
@@ -362,45 +392,48 @@ class _Fetch:
 
     async def move(self, span: Span) -> None:
         m, url = self._m, self._m.url_of(self.url, span)
-        headers = {"Range": f"bytes={span.offset}-"} if span.offset else {}
+        first, last, size = m.within(span)
+        headers = {} if span.num_bytes == size else {"Range": f"bytes={first}-{last}"}
+        if is_alone := not self._job.alone.isdisjoint(span.pieces()) and span.num_bytes == size:
+            await asyncio.to_thread(m.store.drop_open, m.ref, span.pieces()[0])
+            self._job.brought_by.pop(span.pieces()[0], None)
         async with (
             asking(url),
             Deadline(m.stall_s) as deadline,
             m.bulk.session.get(url, headers=headers, allow_redirects=False) as response,
         ):
             await _check(response)
-            offset = 0 if response.status == 200 else span.offset
-            expected = Span(span.first, span.last, offset).num_bytes(m.ref.size)
+            at, expected = (span.begin - first, size) if response.status == 200 else (span.begin, span.num_bytes)
             if response.content_length != expected:
                 raise TransferRefused(f"{url} answers {response.content_length} bytes, wanted {expected}")
-            at = span.first * PIECE_BYTES + offset
             async for chunk in response.content.iter_any():
                 deadline.touch()
                 await m.bulk.lanes.down.take(len(chunk), touch=partial(self._held_back, span, deadline))
                 m.bulk.counters.bulk_in += len(chunk)
                 m.moved(self, len(chunk), span)
-                at = await self._keep(at, chunk)
+                at = await self._keep(at, chunk, is_alone=is_alone)
 
     def _held_back(self, span: Span, deadline: Deadline) -> None:
         deadline.touch()
         self._m.flow.held_back(self, span)
 
-    async def _keep(self, at: int, chunk: bytes) -> int:
+    async def _keep(self, at: int, chunk: bytes, *, is_alone: bool) -> int:
         """Bytes from `at` within the blob on, into the pieces they belong to; returns where the next ones go."""
-        for i, offset, part, is_last in by_piece(self._m.ref.size, at, chunk):
-            self._job.begins(i, self.url)
-            await self._append(i, offset, part, is_last=is_last)
-            self.confirmed += len(part)
+        for i, offset, part in by_piece(self._m.ref.size, at, chunk):
+            if is_alone or i not in self._job.alone:
+                self._job.begins(i, self.url)
+                await self._append(i, offset, part)
+                self.confirmed += len(part)
         return at + len(chunk)
 
-    async def _append(self, i: int, offset: int, part: memoryview, *, is_last: bool) -> None:
+    async def _append(self, i: int, offset: int, part: memoryview) -> None:
         m = self._m
         try:
-            if not is_last:
+            if not m.store.is_piece_filled_by(m.ref, i, offset, len(part)):
                 is_held = m.store.append_piece(m.ref, i, offset, part)
             else:  # hashed and written now, which is no work for the event loop
                 is_held = await asyncio.to_thread(m.store.append_piece, m.ref, i, offset, part)
-        except (GapError, StoreFullError) as exc:
+        except StoreFullError as exc:
             raise TransferError(str(exc)) from exc
         except BlobError as exc:
             if self._job.is_to_blame(i, self.url):
@@ -411,18 +444,11 @@ class _Fetch:
         if is_held:
             self._job.is_held(i)
 
-    async def left(self, span: Span) -> tuple[Sequence[int], Mapping[int, int]]:
-        m = self._m
+    async def left(self) -> Report | None:
         try:
-            for i in self._job.alone.intersection(span.pieces()):
-                await asyncio.to_thread(m.store.drop_open, m.ref, i)
-                self._job.brought_by.pop(i, None)
-            status = await asyncio.to_thread(m.store.status, m.ref)
+            return await self._job.look()
         except BlobError:
-            return span.pieces(), {}
-        for i in status.held:
-            m.missing.moved(i)
-        return [i for i in span.pieces() if i not in status.held], status.open_offsets
+            return None
 
 
 @contextmanager

@@ -341,17 +341,17 @@ def test_a_piece_out_of_range_is_refused(tmp_path: Path) -> None:
     with_server(tmp_path, talk)
 
 
-def test_a_piece_goes_on_where_it_stopped_and_a_gap_says_where(tmp_path: Path) -> None:
+def test_parts_of_a_piece_come_in_any_order_and_the_last_one_is_told_that_all_is_there(tmp_path: Path) -> None:
     async def talk(it: Served) -> None:
         it.port.announce(SMALL_REF)
         path = f"/v1/blobs/{SMALL_REF.digest}/0"
-        first = {"Content-Range": "bytes 0-4/12"}
-        assert (await ask(it, "PUT", path, SMALL[:5], first))[0] == 200
-        status, _, answer = await ask(it, "PUT", path, SMALL[7:], {"Content-Range": "bytes 7-11/12"})
-        assert (status, json.loads(answer)["error"], json.loads(answer)["offset"]) == (409, "gap", 5)
-        assert (await ask(it, "HEAD", f"/v1/blobs/{SMALL_REF.digest}"))[1]["X-Blob-Offsets"] == "0:5"
-        assert (await ask(it, "PUT", path, SMALL[5:], {"Content-Range": "bytes 5-11/12"}))[0] == 200
-        assert it.store.get(SMALL_REF) == SMALL
+        for part, begin, is_last in ((SMALL[7:], 7, False), (SMALL[:5], 0, False), (SMALL[5:7], 5, True)):
+            where = {"Content-Range": f"bytes {begin}-{begin + len(part) - 1}/12"}
+            status, headers, _ = await ask(it, "PUT", path, part, where)
+            assert (status, headers["X-Blob-Complete"]) == (200, str(int(is_last)))
+            if begin == 0:
+                assert (await ask(it, "HEAD", f"/v1/blobs/{SMALL_REF.digest}"))[1]["X-Blob-Unverified"] == "0-4,7-11"
+        assert it.store.get(SMALL_REF) == SMALL and it.port.arrived == [SMALL_REF]
 
     with_server(tmp_path, talk)
 
@@ -361,7 +361,7 @@ def test_a_body_cut_off_leaves_what_came_and_nothing_is_merged(tmp_path: Path) -
         it.port.announce(SMALL_REF)
         head = f"PUT /v1/blobs/{SMALL_REF.digest}/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n\r\n"
         await cut_off(it, head.encode() + SMALL[:7])
-        assert it.store.status(SMALL_REF).open_offsets == {0: 7}
+        assert it.store.status(SMALL_REF).unverified == ((0, 7),)
         assert it.port.arrived == []
         rest = {"Content-Range": "bytes 7-11/12"}
         assert (await ask(it, "PUT", f"/v1/blobs/{SMALL_REF.digest}/0", SMALL[7:], rest))[0] == 200
@@ -420,7 +420,7 @@ def test_a_body_that_stands_still_is_given_up_without_harm(tmp_path: Path, monke
         it.port.announce(SMALL_REF)
         head = f"PUT /v1/blobs/{SMALL_REF.digest}/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n\r\n"
         assert b" 408 " in await raw(it, head.encode() + SMALL[:3])
-        assert it.store.status(SMALL_REF).open_offsets == {0: 3}
+        assert it.store.status(SMALL_REF).unverified == ((0, 3),)
 
     with_server(tmp_path, talk)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,10 +15,12 @@ from geo_diloco.errors import TransferError
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import flow
 from geo_diloco.runtime.bulk import Bulk
+from geo_diloco.runtime.flow import Flow, _Seat
 from geo_diloco.runtime.routes import Routes
 from geo_diloco.runtime.session import TransferRefused, make_session
 from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStore, blob_ref, piece_digests
+from geo_diloco.runtime.streams import Climb
 from geo_diloco.runtime.transfer import NobodyLeftError, Source, _Fetch, _FetchJob, _Move, fetch_blob
 
 from .samples import Served, bytes_of, served
@@ -71,10 +74,9 @@ def test_one_that_stalls_loses_its_pieces_to_the_others_with_the_offsets_reached
             donor.store.put(BIG)
         stalled = asyncio.Event()
         asked_how_it_stands = 0
-        half = PIECE_BYTES // 2
 
         async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """As the first donor, but in the middle of each piece it falls silent."""
+            """As the first donor, but in the middle of each answer it falls silent."""
             nonlocal asked_how_it_stands
             while request := await reader.readuntil(b"\r\n\r\n"):
                 method, path, _ = request.decode().split(" ", 2)
@@ -87,8 +89,11 @@ def test_one_that_stalls_loses_its_pieces_to_the_others_with_the_offsets_reached
                     continue
                 first, _, last = piece.partition("-")
                 begin, end = int(first) * PIECE_BYTES, min(len(BIG), (int(last or first) + 1) * PIECE_BYTES)
+                if match := re.search(r"Range: bytes=(\d+)-(\d+)", request.decode()):
+                    begin, end = begin + int(match[1]), begin + int(match[2]) + 1
+                    header = header.replace("200 OK", "206 Partial Content")
                 writer.write(header.encode() + f"Content-Length: {end - begin}\r\n\r\n".encode())
-                writer.write(BIG[begin : begin + half])
+                writer.write(BIG[begin : (begin + end) // 2])
                 stalled.set()
                 await reader.read()
                 writer.close()
@@ -101,7 +106,8 @@ def test_one_that_stalls_loses_its_pieces_to_the_others_with_the_offsets_reached
             await fetch_blob(bulk, both, BIG_REF, mine, stall_s=0.3)
             assert stalled.is_set() and asked_how_it_stands == 1, "one standstill is enough while there are others"
             assert mine.get(BIG_REF) == BIG
-            assert bulk.counters.bulk_in == len(BIG), "the other half alone came from the other one"
+            again = bulk.counters.bulk_in - len(BIG)  # of 4 MiB that came; on a busy machine a slow stream is relieved
+            assert again < PIECE_BYTES, "the other half alone came from the other one"
             assert bulk.routes.is_resting(silent) and not bulk.routes.is_resting(donors[0].url)
             await bulk.session.close()
 
@@ -162,17 +168,26 @@ def test_a_piece_that_two_sent_and_that_is_wrong_is_sent_by_one_alone_and_only_t
     with_donors(tmp_path, 1, talk)
 
 
-def test_a_piece_that_is_sent_alone_begins_again_for_the_next_donor(tmp_path: Path) -> None:
+def test_a_piece_that_is_sent_alone_is_none_of_the_others_business(tmp_path: Path) -> None:
     async def talk(bulk: Bulk, donors: list[Served], mine: BlobStore) -> None:
+        donors[0].store.put(BIG)
         mine.set_index(BIG_REF, b"".join(piece_digests(BIG)))
-        job = _FetchJob(_Move(bulk, BIG_REF, mine, 1.0, Missing(len(BIG), range(25))), has_index=True, begun=())
-        way = _Fetch(job, Source("http://127.0.0.1:9"))
-        for alone, offsets in (set[int](), {1: 100}), ({1}, {}):
-            mine.append_piece(BIG_REF, 1, 0, BIG[PIECE_BYTES : PIECE_BYTES + 100])
-            job.alone = alone
-            assert await way.left(Span(1, 2)) == ([1, 2], offsets)
+        move = _Move(bulk, BIG_REF, mine, 1.0, Missing(len(BIG), [(0, len(BIG))]))
+        move.line = bulk.lanes.board.begin("it", "down", len(BIG))
+        move.flow = Flow(move.missing, routes=bulk.routes)
+        job = _FetchJob(move, has_index=True, begun=())
+        way = _Fetch(job, Source(donors[0].url))
+        move.flow._seats.append(_Seat(way, bulk.routes.to(way.url), 0.0, Climb(1)))
+        job.begins(1, "another")
+        job.begins(1, way.url)
+        assert not job.is_to_blame(1, way.url), "two sent parts of it"
+        mine.append_piece(BIG_REF, 1, 0, bytes(100))
+        await way.move(Span(PIECE_BYTES + 100, PIECE_BYTES + 200))
+        assert mine.status(BIG_REF).unverified == ((PIECE_BYTES, PIECE_BYTES + 100),), "a part of it is not taken"
+        await way.move(Span(PIECE_BYTES, 2 * PIECE_BYTES))
+        assert mine.status(BIG_REF).held == {1}, "what was there before is forgotten first"
 
-    with_donors(tmp_path, 0, talk)
+    with_donors(tmp_path, 1, talk)
 
 
 def test_it_fails_only_when_nobody_is_left_and_says_why_of_each(tmp_path: Path) -> None:
