@@ -101,13 +101,14 @@ def _bound(inputs: list[Tensor]) -> None:
 
 
 def _merge(layout: Layout, inputs: list[Tensor], theta_N: Tensor, momentum_N: Tensor, residual_N: Tensor) -> None:
-    """All but the codecs, which `bench codec` measures: what was merged is taken for what it decodes to."""
+    """All but the codecs, which `bench codec` measures: what was merged is taken for what it decodes to. Memory as a
+    syncer has it: Theta goes where the residual was, b where it was."""
     merging = StreamingMerge(layout, 0, "rda")
     for delta_N in inputs:
         merging.add_delta(delta_N, WEIGHT)
     gradient_N = merging.result().gradient
     update_N = outer_update(gradient_N, momentum_N, residual_N, eta=0.7, mu=0.5, out=gradient_N)
-    apply_update(theta_N, momentum_N, update_N, eta=0.7, mu=0.5)
+    apply_update(theta_N, momentum_N, update_N, eta=0.7, mu=0.5, theta_out=residual_N, momentum_out=momentum_N)
 
 
 def _timed(act: Callable[[], None]) -> float:

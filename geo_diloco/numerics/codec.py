@@ -11,10 +11,13 @@ Frame, little-endian: header (`_HEADER`), one uint32 length per part, the parts.
 
     none        raw float32
     bf16        high bytes | low bytes                       (rounded to nearest even)
-    int8, int4  scales (high bytes then low bytes) | q       (int4: two to a byte, first in the low half, stored + 8)
+    int8        scales (high bytes then low bytes) | high halves of q | low halves of q
+    int4        scales (high bytes then low bytes) | q       (two to a byte, first in the low half, stored + 8)
 
-A block's scale is shared by `block` consecutive elements; the last block of a fragment may be short. Scratch buffers
-are reused, per thread; everything runs on the calling thread alone.
+What is left to zstd is what it can shrink: low halves of int8 are noise, and decoding them as if they were not took as
+long as all the rest. Halves lie two to a byte, so either plane is half a chunk. A block's scale is shared by `block`
+consecutive elements; the last block of a fragment may be short. Scratch buffers are reused, per thread; everything runs
+on the calling thread alone.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from __future__ import annotations
 import io
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -42,7 +45,7 @@ from geo_diloco.errors import (
 )
 from geo_diloco.manifest import CodecName, CodecSpec, Digest
 from geo_diloco.numerics import quantize
-from geo_diloco.numerics.quantize import BLOCK_SIZES, CHUNK_ELEMENTS, Floats, Octets, num_blocks
+from geo_diloco.numerics.quantize import BLOCK_SIZES, CHUNK_ELEMENTS, Codes, Floats, Octets, num_blocks, num_halves
 
 Bytes = bytes | bytearray | memoryview
 
@@ -52,6 +55,8 @@ _HEADER: Final = struct.Struct("<4sBxHIQI32s")
 _CODEC_IDS: Final[dict[CodecName, int]] = {"none": 0, "bf16": 1, "int8": 2, "int4": 3}
 _CODEC_NAMES: Final = {number: name for name, number in _CODEC_IDS.items()}
 _QMAX: Final[dict[CodecName, int]] = {"int8": 127, "int4": 7}
+_PARTS: Final[dict[CodecName, int]] = {"none": 1, "bf16": 2, "int8": 3, "int4": 2}
+"""Of a chunk."""
 _NUM_ELEMENTS_MAX: Final = 1 << 40
 _WINDOW_BYTES_MIN: Final = 1024
 """zstd's own smallest window."""
@@ -100,8 +105,8 @@ def encode(vector: Tensor, spec: CodecSpec, *, layout_digest: Digest, fragment: 
     frame.write(header + bytes(4 * num_parts))
     part_bytes: list[int] = []
     for start in range(0, len(values), CHUNK_ELEMENTS):
-        for plane in _planes(values[start : start + CHUNK_ELEMENTS], spec):
-            part_bytes.append(frame.write(_zstd.compressor.compress(plane.data)))
+        for plane, compressor in _planes(values[start : start + CHUNK_ELEMENTS], spec):
+            part_bytes.append(frame.write(compressor.compress(plane.data)))
     frame.seek(len(header))
     frame.write(struct.pack(f"<{num_parts}I", *part_bytes))
     return frame.getvalue()
@@ -126,20 +131,23 @@ def decode(
     header = _read_header(view)
     _check_wanted(header, num_elements, layout_digest, fragment, spec)
     parts = _checked_parts(view, _with_table(view, header))
+    per_chunk = _PARTS[header.codec]
     if header.codec in _QMAX:  # all scales before the vector: they are small, and most lies show here
-        qmax = _QMAX[header.codec]
-        scales = [quantize.scales_from_planes(_decompress(part), qmax) for part in parts[::2]]
+        scales = _scales(parts[::per_chunk], _QMAX[header.codec])
+        blocks = CHUNK_ELEMENTS // header.block
     values: Floats = np.empty(num_elements, dtype=np.float32) if out is None else _writable(out, num_elements)
     for index, start in enumerate(range(0, num_elements, CHUNK_ELEMENTS)):
         chunk = values[start : start + CHUNK_ELEMENTS]
+        planes = parts[per_chunk * index : per_chunk * (index + 1)]
         if header.codec == "none":
-            np.copyto(chunk.view(np.uint8), _decompress(parts[index]))
+            np.copyto(chunk.view(np.uint8), _decompress(planes[0]))
             quantize.check_finite(chunk, _scratch)
         elif header.codec == "bf16":
-            high, low = parts[2 * index : 2 * index + 2]
-            quantize.values_from_planes(_decompress(high), _decompress(low), chunk, _scratch)
+            high, low = map(_decompress, planes)
+            quantize.values_from_planes(high, low, chunk, _scratch)
         else:
-            _decode_codes(parts[2 * index + 1], scales[index], header, chunk)
+            codes = _codes(planes[1:], len(chunk))
+            quantize.values_from_codes(codes, scales[blocks * index :], header.block, chunk)
     return torch.from_numpy(values) if out is None else out
 
 
@@ -152,26 +160,40 @@ def inspect(frame: Bytes) -> FrameHeader:
 # ---- chunks ------------------------------------------------------------------------------------------------------
 
 
-def _planes(values: Floats, spec: CodecSpec) -> Iterator[NDArray[Any]]:
-    """What the parts of a chunk hold, uncompressed; each is good until the next is asked for."""
+def _planes(values: Floats, spec: CodecSpec) -> Iterator[tuple[NDArray[Any], zstandard.ZstdCompressor]]:
+    """What the parts of a chunk hold, uncompressed, and what is to compress it; each is good until the next is asked
+    for."""
+    compressor = _zstd.compressor
     if spec.name == "none":
         quantize.check_finite(values, _scratch)
-        yield values
+        yield values, compressor
     elif spec.name == "bf16":
-        yield from quantize.planes_from_values(values, _scratch)
+        for plane in quantize.planes_from_values(values, _scratch):
+            yield plane, compressor
     else:
         scales, codes = quantize.codes_from_values(values, _QMAX[spec.name], spec.block, _scratch)
-        yield scales
-        yield codes if spec.name == "int8" else quantize.pack_nibbles(codes, _scratch)
+        yield scales, compressor
+        if spec.name == "int4":
+            yield quantize.pack_nibbles(codes, _scratch), compressor
+        else:
+            high, low = quantize.halves_from_codes(codes, _scratch)
+            yield high, compressor
+            yield low, _zstd.repeats_only
 
 
-def _decode_codes(part: _Part, scales: Floats, header: FrameHeader, out: Floats) -> None:
-    data = _decompress(part)
-    if header.codec == "int8":
-        codes = quantize.check_int8(data.view(np.int8))
-    else:
-        codes = quantize.unpack_nibbles(data, len(out), _scratch)
-    quantize.values_from_codes(codes, scales, header.block, out, _scratch)
+def _scales(parts: Sequence[_Part], qmax: int) -> Floats:
+    """Of all chunks, one after the other."""
+    halves = [_decompress(part).reshape(2, -1) for part in parts]
+    high, low = (np.concatenate([each[half] for each in halves]) for half in (0, 1))
+    return quantize.scales_from_planes(high, low, qmax)
+
+
+def _codes(planes: Sequence[_Part], size: int) -> Codes:
+    """Of a chunk, from what follows its scales: one plane for int4, two for int8."""
+    first, *rest = map(_decompress, planes)
+    if rest:
+        return quantize.codes_from_halves(first, rest[0], size, _scratch)
+    return quantize.unpack_nibbles(first, size, _scratch)
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -220,7 +242,7 @@ def _writable(out: Tensor, num_elements: int) -> Floats:
 
 
 def _num_parts(codec: CodecName, num_elements: int) -> int:
-    return _num_chunks(num_elements) * (1 if codec == "none" else 2)
+    return _num_chunks(num_elements) * _PARTS[codec]
 
 
 def _check_spec(spec: CodecSpec) -> None:
@@ -288,7 +310,11 @@ def _raw_sizes(header: FrameHeader) -> Iterator[int]:
             yield size
         else:
             yield 2 * num_blocks(size, header.block)
-            yield size if header.codec == "int8" else (size + 1) // 2
+            if header.codec == "int4":
+                yield (size + 1) // 2
+            else:
+                yield num_halves(size)
+                yield num_halves(size)
 
 
 def _num_chunks(num_elements: int) -> int:
@@ -308,6 +334,8 @@ class _Zstd(threading.local):
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=False, write_content_size=True)
+        self.repeats_only = zstandard.ZstdCompressor(level=-1, write_checksum=False, write_content_size=True)
+        """For what has no statistics worth coding: stored as it is, but for repetitions such as runs of zeros."""
         self.decompressor = zstandard.ZstdDecompressor()
 
 

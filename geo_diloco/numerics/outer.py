@@ -56,10 +56,10 @@ def outer_update(
             torch.mul(g, _float32(1.0 + mu), out=u)
         else:
             torch.mul(momentum[chunk], _float32(mu), out=u).add_(g).mul_(_float32(mu)).add_(g)
-        u.mul_(_float32(eta))
-        if residual is not None:
-            u.add_(residual[chunk])
-        update[chunk] = u
+        if residual is None:
+            torch.mul(u, _float32(eta), out=update[chunk])
+        else:
+            torch.add(u.mul_(_float32(eta)), residual[chunk], out=update[chunk])
     return update
 
 
@@ -100,23 +100,25 @@ def apply_update(
     *,
     eta: float,
     mu: float,
+    theta_out: Tensor | None = None,
     momentum_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(Theta, b) after the decoded update; the same bits on every machine. b stays None if it is.
 
-    eta and mu are those written in the commit. Both are new tensors, except that b is written to `momentum_out` if
-    given, which may be `momentum`.
+    eta and mu are those written in the commit. Both are new tensors, except that Theta is written to `theta_out` and b
+    to `momentum_out` if given, which may be `momentum`: memory that is there costs half of what new memory does.
     """
-    _check(eta, mu, theta, momentum, update_hat)
-    theta_next = torch.sub(theta, update_hat)
-    if momentum is None:
-        return theta_next, None
-    momentum_next = torch.empty_like(momentum) if momentum_out is None else momentum_out
-    work = _scratch(len(momentum))
-    for chunk in _chunks(len(momentum)):
-        part = work[: chunk.stop - chunk.start]
-        _next_momentum(momentum[chunk], update_hat[chunk], momentum_next[chunk], part, eta=eta, mu=mu)
-    return theta_next, momentum_next
+    _check(eta, mu, theta, momentum, update_hat, theta_out, momentum_out)
+    theta_next = torch.empty_like(theta) if theta_out is None else theta_out
+    momentum_next = torch.empty_like(momentum) if momentum is not None and momentum_out is None else momentum_out
+    work = _scratch(len(theta))
+    for chunk in _chunks(len(theta)):
+        u = update_hat[chunk]
+        torch.sub(theta[chunk], u, out=theta_next[chunk])
+        if momentum is not None and momentum_next is not None:
+            part = work[: chunk.stop - chunk.start]
+            _next_momentum(momentum[chunk], u, momentum_next[chunk], part, eta=eta, mu=mu)
+    return theta_next, None if momentum is None else momentum_next
 
 
 def _next_momentum(momentum: Tensor, update_hat: Tensor, out: Tensor, work: Tensor, *, eta: float, mu: float) -> None:

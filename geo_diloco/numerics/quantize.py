@@ -42,6 +42,10 @@ _BF16_INFINITY: Final = 0x7F80
 _BF16_MAX: Final = 3.3895313892515355e38
 _NIBBLE_ZERO: Final = 8
 """int4 codes are stored plus 8, as 1 to 15; 0 is not a code."""
+_NIBBLE_SHIFT: Final = np.uint16(16)
+_HALF: Final = np.uint64(4)
+_LOW_HALVES: Final = np.uint64(0x0F0F0F0F0F0F0F0F)
+_HIGH_HALVES: Final = np.uint64(0xF0F0F0F0F0F0F0F0)
 _ELEMENTS_UNTHREADED: Final = 32_767
 """torch keeps a reduction of fewer than 32,768 elements on the calling thread."""
 
@@ -117,11 +121,12 @@ def codes_from_values(values: Floats, qmax: int, block: int, scratch: Scratch) -
     return planes, codes
 
 
-def scales_from_planes(planes: Octets, qmax: int) -> Floats:
-    """The scales; NonFiniteFrame if one (times qmax) is NaN or infinite, FrameError if negative or subnormal."""
-    blocks = len(planes) // 2
-    bits = planes[:blocks].astype(np.uint32) << 24
-    bits |= planes[blocks:].astype(np.uint32) << 16
+def scales_from_planes(high: Octets, low: Octets, qmax: int) -> Floats:
+    """NonFiniteFrame if a scale (times qmax) is NaN or infinite, FrameError if it is negative or subnormal."""
+    bits = high.astype(np.uint32)
+    bits <<= 8
+    bits |= low
+    bits <<= 16
     highest = int(bits.max())
     if highest > _scale_bits_max(qmax):
         if (bits & 0x7FFFFFFF).max() >= _INFINITY_BITS:
@@ -134,22 +139,53 @@ def scales_from_planes(planes: Octets, qmax: int) -> Floats:
     return bits.view(np.float32)
 
 
-def values_from_codes(codes: Codes, scales: Floats, block: int, out: Floats, scratch: Scratch) -> None:
-    """out = code * scale, exact. `out` is written once: it is seldom in cache, the scratch buffer is."""
+def values_from_codes(codes: Codes, scales: Floats, block: int, out: Floats) -> None:
+    """out = code * scale, exact. Made in `out` itself: it is seldom in cache, but after the first pass it is."""
     whole = len(codes) // block
     end = whole * block
-    work = scratch.floats[: len(codes)]
-    np.copyto(work, codes)
-    shape = (whole, block)
-    np.multiply(work[:end].reshape(shape), scales[:whole, None], out=out[:end].reshape(shape))
+    np.copyto(out, codes)
+    blocks = out[:end].reshape(whole, block)
+    np.multiply(blocks, scales[:whole, None], out=blocks)
     if end < len(codes):
-        np.multiply(work[end:], scales[whole], out=out[end:])
+        out[end:] *= scales[whole]
 
 
-def check_int8(codes: Codes) -> Codes:
-    """FrameError if a code is -128, which no encoder writes."""
-    if codes.min() < -127:
-        raise FrameError("an int8 code outside [-127, 127]")
+def num_halves(num_elements: int) -> int:
+    """Bytes of either half of so many int8 codes: two halves to a byte, in whole words of 8."""
+    return 8 * ((num_elements + 15) // 16)
+
+
+def halves_from_codes(codes: Codes, scratch: Scratch) -> tuple[Octets, Octets]:
+    """(high halves, low halves) of int8 codes, those of i and i + num_halves in one byte, the first in the low half of
+    it. `codes` must lie in the scratch buffer."""
+    count = num_halves(len(codes))
+    scratch.codes[len(codes) : 2 * count] = 0
+    first, second = _words(scratch.codes[:count]), _words(scratch.codes[count : 2 * count])
+    high, low = scratch.octets[:count], scratch.octets[count : 2 * count]
+    work = _words(scratch.halves)[: count // 8]
+    words = np.right_shift(first, _HALF, out=_words(high))
+    words &= _LOW_HALVES
+    words |= np.bitwise_and(second, _HIGH_HALVES, out=work)
+    words = np.left_shift(second, _HALF, out=_words(low))
+    words &= _HIGH_HALVES
+    words |= np.bitwise_and(first, _LOW_HALVES, out=work)
+    return high, low
+
+
+def codes_from_halves(high: Octets, low: Octets, size: int, scratch: Scratch) -> Codes:
+    """Back from `halves_from_codes`. FrameError for a code that no encoder writes."""
+    count = len(high)
+    first, second = _words(scratch.codes[:count]), _words(scratch.codes[count : 2 * count])
+    work = _words(scratch.halves)[: count // 8]
+    np.left_shift(_words(high), _HALF, out=first)
+    first &= _HIGH_HALVES
+    first |= np.bitwise_and(_words(low), _LOW_HALVES, out=work)
+    np.right_shift(_words(low), _HALF, out=second)
+    second &= _LOW_HALVES
+    second |= np.bitwise_and(_words(high), _HIGH_HALVES, out=work)
+    codes = scratch.codes[:size]
+    if codes.min() < -127 or scratch.codes[size : 2 * count].any():
+        raise FrameError("an int8 code outside [-127, 127], or one after the last")
     return codes
 
 
@@ -171,12 +207,10 @@ def pack_nibbles(codes: Codes, scratch: Scratch) -> Octets:
 def unpack_nibbles(packed: Octets, size: int, scratch: Scratch) -> Codes:
     """Back from `pack_nibbles`. FrameError for a nibble that no encoder writes."""
     pairs = scratch.halves[: len(packed)]
-    np.copyto(pairs, packed)
-    shifted = scratch.octets[: 2 * len(packed)].view(np.uint16)
-    np.left_shift(pairs, 4, out=shifted)
-    shifted |= pairs
-    shifted &= 0x0F0F
-    nibbles = shifted.view(np.uint8)
+    np.multiply(packed, _NIBBLE_SHIFT, out=pairs, dtype=np.uint16)
+    pairs |= packed
+    pairs &= 0x0F0F
+    nibbles = pairs.view(np.uint8)
     if nibbles.min() == 0 or (size % 2 and nibbles[size] != _NIBBLE_ZERO):
         raise FrameError("an int4 code outside [-7, 7]")
     codes = nibbles[:size].view(np.int8)
@@ -221,6 +255,11 @@ def values_from_planes(high: Octets, low: Octets, out: Floats, scratch: Scratch)
 
 
 # ---- shared ------------------------------------------------------------------------------------------------------
+
+
+def _words(octets: NDArray[Any]) -> NDArray[np.uint64]:
+    """Eight at a time, which is how numpy is quick with halves of bytes."""
+    return octets.view(np.uint64)
 
 
 def _scale_bits_max(qmax: int) -> Any:

@@ -6,8 +6,8 @@ update waits beside the visible state until its commit is signed and on disk, so
 lost nothing that anybody saw. A visible Theta is never changed in place; whoever holds one may keep it.
 
 Memory beyond what is held (Theta, b, r and the last update of every fragment): while merging the running sum and one
-decoded contribution; while staged the update and the residual it leaves, in the same room; at the commit a new Theta
-as well, for a moment.
+decoded contribution; while staged the update and the residual it leaves, in the same room. At the commit the new Theta
+takes the room of the residual that went into it.
 
 Formulas: `numerics/README.md`, sections on merge and outer step.
 """
@@ -330,6 +330,7 @@ class OuterState:
             staged.update_N,
             eta=staged.eta,
             mu=staged.mu,
+            theta_out=held.residual_N,  # it is in `staged.update_N`, and nobody else had it
             momentum_out=held.momentum_N,
         )
         self._advance(

@@ -123,7 +123,11 @@ BAD_LARGE_FRAMES: dict[str, tuple[bytes, type[FrameError]]] = {
     "another block": (frame_of(large_parts(), num_elements=LARGE, block=128), FrameLayoutError),
     "impossible block": (frame_of(large_parts(), num_elements=LARGE, block=3), FrameLayoutError),
     "unknown codec": (frame_of(large_parts(), num_elements=LARGE, codec="fp4"), FrameLayoutError),
-    "codec not agreed on": (frame_of(large_parts(), num_elements=LARGE, codec="int8"), FrameLayoutError),
+    "codec not agreed on": (
+        frame_of(large_parts() + large_parts()[: LARGE // CHUNK], num_elements=LARGE, codec="int8"),
+        FrameLayoutError,
+    ),
+    "int8 as it was in two planes": (frame_of(large_parts(), num_elements=LARGE, codec="int8"), FrameLengthError),
     "fewer elements": (frame_of(large_parts()[:2], num_elements=CHUNK), FrameLengthError),
     "more elements": (frame_of(large_parts() * 2, num_elements=2 * LARGE), FrameLengthError),
     "no elements": (frame_of([], num_elements=0), FrameLengthError),
@@ -278,13 +282,11 @@ def test_codes_that_no_encoder_writes_are_refused() -> None:
         codes = compress(bytes([0x88] * 63 + [octet]))
         with pytest.raises(FrameError, match=r"\[-7, 7\]"):
             decode(frame_of([scales, codes]), num_elements=128, layout_digest=LAYOUT, fragment=0)
-    with pytest.raises(FrameError, match=r"\[-127, 127\]"):
-        decode(
-            frame_of([scales, compress(bytes(127) + b"\x80")], codec="int8"),
-            num_elements=128,
-            layout_digest=LAYOUT,
-            fragment=0,
-        )
+    zeros = bytes(64)
+    for high, num_elements in ((bytes(63) + b"\x80", 128), (bytes(63) + b"\x10", 127)):  # -128; 16 after the last one
+        frame = frame_of([scales, compress(high), compress(zeros)], codec="int8", num_elements=num_elements)
+        with pytest.raises(FrameError, match=r"\[-127, 127\]"):
+            decode(frame, num_elements=num_elements, layout_digest=LAYOUT, fragment=0)
     odd = compress(bytes([0x88] * 63 + [0x98]))  # the half byte past the end is not zero
     with pytest.raises(FrameError):
         decode(frame_of([scales, odd], num_elements=127), num_elements=127, layout_digest=LAYOUT, fragment=0)

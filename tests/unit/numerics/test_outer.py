@@ -109,6 +109,17 @@ def test_nothing_is_changed_in_place_and_no_momentum_stays_none() -> None:
     assert torch.equal(step, torch.full((3,), 0.25))
 
 
+def test_what_is_written_to_given_vectors_has_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    theta, momentum, step, residual = (torch.randn(70_000, generator=generator) for _ in range(4))
+    theta_next, momentum_next = apply_update(theta, momentum, step, eta=0.7, mu=0.5)
+    out = apply_update(theta, momentum, step, eta=0.7, mu=0.5, theta_out=residual, momentum_out=momentum)
+    assert out[0] is residual and out[1] is momentum
+    assert bits(residual) == bits(theta_next) and bits(momentum) == bits(momentum_next)
+    with pytest.raises(LayoutError):
+        apply_update(theta, momentum, step, eta=0.7, mu=0.5, theta_out=torch.empty(69_999))
+
+
 def test_the_update_is_nesterovs_step_plus_the_residual() -> None:
     gradient, momentum, residual = torch.tensor([2.0]), torch.tensor([4.0]), torch.tensor([0.25])
     # b' = 0.5*4 + 2 = 4; u = 0.75*(2 + 0.5*4) + 0.25

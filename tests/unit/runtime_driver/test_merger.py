@@ -77,6 +77,18 @@ def test_a_follower_reaches_the_same_bits_from_the_frame_alone() -> None:
     assert torch.equal(syncer.momentum(P0), follower.momentum(P0))
 
 
+def test_a_theta_that_somebody_keeps_is_never_written_to_though_commits_reuse_memory() -> None:
+    """The new Theta takes the room of the residual that is used up: at a commit no vector is made."""
+    outer, kept = state(), []
+    for version in range(1, 6):
+        residual_N = outer._fragments[P0].residual_N
+        outcome = outer.merge(some_blobs().order(version, version - 1), some_blobs().read, MANIFEST)
+        outer.commit(P0, Version(version))
+        kept.append((outer.theta(P0), outcome.state_digest))
+        assert residual_N is None or outer.theta(P0) is residual_N
+    assert [fragment_digest(theta_N) for theta_N, _ in kept] == [digest for _, digest in kept]
+
+
 @pytest.mark.parametrize("field", ["state_digest", "momentum_digest"])
 def test_an_update_with_another_digest_changes_nothing(field: str) -> None:
     follower = state()
