@@ -39,7 +39,8 @@ MonoMs = NewType("MonoMs", int)
 WIRE_VERSION = 4
 """Version of messages, entries, frames and blob digests. Peers with another one are refused."""
 
-MergeRule = Literal["rda", "mean"]
+MergeRule = Literal["rda", "rda-fragment", "mean"]
+EmbeddingRule = Literal["mean", "rda"]
 LateForm = Literal["base-relative", "paper"]
 CodecName = Literal["none", "bf16", "int8", "int4"]
 CODEC_CHOICES_MAX = 8
@@ -118,8 +119,15 @@ class SyncSpec:
     """S_max: versions a late contribution's base may lie behind."""
     kappa: float = 1.0
     """Share of a learner's unmerged work kept at adoption; 0 is the paper's overwrite."""
+    carry_cap: float = 2.0
+    """What is kept is at most that many times as long as the merged deltas are on average."""
     late_form: LateForm = "base-relative"
     merge: MergeRule = "rda"
+    """`rda` takes direction and length of each tensor, `rda-fragment` of the whole fragment."""
+    merge_embeddings: EmbeddingRule = "mean"
+    """Of embeddings, where the others aren't merged by plain mean."""
+    token_weights: bool = True
+    """Who trained on more tokens, and in larger steps, weighs more in a merge; else all weigh the same."""
     rounds_in_flight_max: int = 8
     lockstep: bool = False
     """Deterministic order for tests and research; the only mode in which `step` may wait."""

@@ -47,7 +47,7 @@ def trained_deltas(*, hidden_size: int, num_layers: int, say: Callable[[str], No
     optimizer = make_optimizer(anchor, manifest.inner)
     _train(anchor, optimizer, manifest, share=0, num_steps=ANCHOR_STEPS)
     theta_N = gather(named_trainable(anchor), layout, 0)
-    merging = StreamingMerge(layout, 0, manifest.sync.merge)
+    merging = StreamingMerge(layout, 0, manifest.sync.merge, embeddings=manifest.sync.merge_embeddings)
     for share in range(1, 1 + NUM_LEARNERS):
         replica = copy.deepcopy(anchor)
         own = make_optimizer(replica, manifest.inner)

@@ -76,6 +76,7 @@ _LIMITS: dict[type, dict[str, dict[str, Any]]] = {
         "grace_gamma": _SHARE,
         "staleness_max": {"ge": 0, "le": 10_000},
         "kappa": _SHARE,
+        "carry_cap": {"gt": 0.0, "le": 1e6},
         "rounds_in_flight_max": {"ge": 1, "le": 1024},
     },
     OuterSpec: {"eta": {"gt": 0.0, "le": 10.0}, "mu": {"ge": 0.0, "lt": 1.0}},

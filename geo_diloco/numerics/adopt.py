@@ -5,11 +5,12 @@ replica (kappa = 0). With kappa = 1 the work that Theta doesn't hold yet is carr
 what encoding lost (this is the learner's only error feedback), or all of it if the learner missed the round:
 
     carry  = theta - anchor_old - d_hat       d_hat: the learner's decoded delta, if that commit merged it
-    s      = kappa * min(1, 2*Rbar / |carry|)
+    s      = kappa * min(1, cap*Rbar / |carry|)
     theta  = Theta_new + s * carry
 
-The cap 2*Rbar (Rbar: mean norm of the merged deltas) keeps a learner that is rarely merged from drifting away. s is a
-whole number of parts per million, so that the ledger can scale token counts by the very same s.
+The cap (the manifest's `carry_cap`, in mean norms Rbar of the merged deltas) keeps a learner that is rarely merged
+from drifting away. s is a whole number of parts per million, so that the ledger can scale token counts by the very
+same s.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ class Adoption:
 
 
 def adopt(
-    theta: Tensor, anchor_old: Tensor, anchor_new: Tensor, d_hat: Tensor | None, *, kappa: float, rbar: float
+    theta: Tensor,
+    anchor_old: Tensor,
+    anchor_new: Tensor,
+    d_hat: Tensor | None,
+    *,
+    kappa: float,
+    rbar: float,
+    cap: float = 2.0,
 ) -> Adoption:
     """Take `anchor_new` (Theta_new) for a replica at `theta` whose anchor was `anchor_old`; new tensors, float32.
 
@@ -50,7 +58,7 @@ def adopt(
     carry = torch.sub(theta, anchor_old)
     if d_hat is not None:
         carry.sub_(d_hat)
-    scale_ppm = carry_scale_ppm(l2_norm(carry), kappa=kappa, rbar=rbar)
+    scale_ppm = carry_scale_ppm(l2_norm(carry), kappa=kappa, rbar=rbar, cap=cap)
     if scale_ppm == 0:
         return Adoption(anchor_new.clone(), 0)
     if scale_ppm != PPM:
@@ -58,12 +66,12 @@ def adopt(
     return Adoption(carry.add_(anchor_new), scale_ppm)
 
 
-def carry_scale_ppm(norm: float, *, kappa: float, rbar: float) -> int:
+def carry_scale_ppm(norm: float, *, kappa: float, rbar: float, cap: float = 2.0) -> int:
     """s for a carry of this norm, floored to whole parts per million: kappa if it is 0, 0 if it isn't finite."""
     if not (0.0 <= kappa <= 1.0 and math.isfinite(rbar) and rbar >= 0.0):
         raise LocalProtocolError(f"kappa = {kappa}, rbar = {rbar}: 0 <= kappa <= 1 and a finite rbar >= 0 are wanted")
     if not math.isfinite(norm):
         return 0
-    if norm > 2.0 * rbar:
-        kappa = kappa * (2.0 * rbar / norm)
+    if norm > cap * rbar:
+        kappa = kappa * (cap * rbar / norm)
     return math.floor(kappa * PPM)

@@ -7,9 +7,10 @@ Two rules, over a fragment's outer gradients g_m (pointing uphill) with token we
     mean   sum(w g) / sum(w)
     rda    R * phi(U),  R = sum(w |g|) / sum(w),  U = sum(w phi(g)) / sum(w),  phi(x) = x / |x|, phi(0) = 0
 
-`rda` is taken tensor by tensor, so that one loud tensor doesn't drown the direction of the others; embeddings, whose
-rows are touched by few tokens, take `mean`. Norms accumulate in float64 over rows of 2,048 elements. Contributions are
-added in sorted order of peer id by the caller: the same inputs then give the same bits on the same machine.
+`rda` is taken tensor by tensor, so that one loud tensor doesn't drown the direction of the others; `rda-fragment`
+takes the fragment as one vector. Embeddings, whose rows are touched by few tokens, take `mean` unless told otherwise.
+Norms accumulate in float64 over rows of 2,048 elements. Contributions are added in sorted order of peer id by the
+caller: the same inputs then give the same bits on the same machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from geo_diloco.errors import LayoutError, LocalProtocolError, NonFiniteFrame
-from geo_diloco.manifest import LateForm, MergeRule
+from geo_diloco.manifest import EmbeddingRule, LateForm, MergeRule
 from geo_diloco.numerics.fragments import Layout
 
 _DIRECTION_MIN: Final = 1e-12
@@ -40,7 +41,7 @@ _SQUARES_SAFE: Final = (1e-20, 1e30)
 
 @dataclass(frozen=True)
 class MergeResult:
-    """`gradient`: what the outer step consumes. `num_degenerate`: tensors whose directions cancelled to nothing."""
+    """`gradient`: what the outer step consumes. `num_degenerate`: how many directions cancelled to nothing."""
 
     gradient: Tensor
     num_degenerate: int
@@ -87,12 +88,11 @@ def quick_norm(vector: Tensor) -> float:
 class StreamingMerge:
     """One fragment's merge. Add each contribution in sorted order of peer id, then take `result` once."""
 
-    def __init__(self, layout: Layout, fragment: int, rule: MergeRule) -> None:
+    def __init__(self, layout: Layout, fragment: int, rule: MergeRule, *, embeddings: EmbeddingRule = "mean") -> None:
         """Starts from nothing; takes one vector of the fragment's size."""
-        self._specs = layout.of(fragment)
-        self._by_mean = [rule == "mean" or spec.embedding for spec in self._specs]
+        self._parts = _parts(layout, fragment, rule, embeddings)
         self._sums = torch.zeros(layout.num_elements[fragment], dtype=torch.float32)
-        self._norms = [0.0] * len(self._specs)
+        self._norms = [0.0] * len(self._parts)
         self._weights = 0.0
         self._unit: float | None = None
         self._num_added = 0
@@ -116,8 +116,7 @@ class StreamingMerge:
             )
         if not (math.isfinite(weight) and weight >= 0.0):
             raise LocalProtocolError(f"a merge weight of {weight}: it must be finite and not negative")
-        slices = [slice(spec.offset, spec.offset + spec.num_elements) for spec in self._specs]
-        norms = [quick_norm(vector[where]) for where in slices]
+        norms = [part.norm(vector) for part in self._parts]
         if not all(map(math.isfinite, norms)):
             raise NonFiniteFrame("an outer gradient with a value that is NaN or infinite")
         self._num_added += 1
@@ -128,12 +127,12 @@ class StreamingMerge:
             self._unit = weight  # sums are kept in units of the first weight: near 1, whatever tokens^2 / steps is
         share = weight / self._unit
         self._weights += share
-        for index, (where, norm) in enumerate(zip(slices, norms, strict=True)):
+        for index, (part, norm) in enumerate(zip(self._parts, norms, strict=True)):
             self._norms[index] += share * norm
-            if self._by_mean[index]:
-                _add_scaled(self._sums[where], vector[where], sign * share)
-            elif norm > 0.0:
-                _add_scaled(self._sums[where], vector[where], sign * share / norm)
+            if part.by_mean or norm > 0.0:
+                factor = sign * share if part.by_mean else sign * share / norm
+                for where in part.slices:
+                    _add_scaled(self._sums[where], vector[where], factor)
         return length
 
     def result(self) -> MergeResult:
@@ -141,20 +140,46 @@ class StreamingMerge:
         if not self._num_added:
             raise LocalProtocolError("a merge of nothing: add at least one outer gradient")
         if self._weights == 0.0:
-            return MergeResult(self._sums, len(self._specs))
+            return MergeResult(self._sums, len(self._parts))
         num_degenerate = 0
-        for index, spec in enumerate(self._specs):
-            sums = self._sums[spec.offset : spec.offset + spec.num_elements]
-            if self._by_mean[index]:
-                sums.mul_(1.0 / self._weights)
-                continue
-            length = quick_norm(sums)
-            if length / self._weights < _DIRECTION_MIN:
-                sums.zero_()
-                num_degenerate += 1
-            else:
-                sums.mul_(self._norms[index] / self._weights / length)
+        for part, norms in zip(self._parts, self._norms, strict=True):
+            factor: float | None = 1.0 / self._weights if part.by_mean else self._stretch(part, norms)
+            num_degenerate += factor is None
+            for where in part.slices:
+                if factor is None:
+                    self._sums[where].zero_()
+                else:
+                    self._sums[where].mul_(factor)
         return MergeResult(self._sums, num_degenerate)
+
+    def _stretch(self, part: _Part, norms: float) -> float | None:
+        """What makes the sum of directions as long as the mean of lengths; none if they cancelled."""
+        length = part.norm(self._sums)
+        return None if length / self._weights < _DIRECTION_MIN else norms / self._weights / length
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What has one direction and one length: a tensor, or several."""
+
+    slices: tuple[slice, ...]
+    by_mean: bool
+
+    def norm(self, vector: Tensor) -> float:
+        return math.hypot(*[quick_norm(vector[where]) for where in self.slices])
+
+
+def _parts(layout: Layout, fragment: int, rule: MergeRule, embeddings: EmbeddingRule) -> list[_Part]:
+    """Of a fragment, in its order; with `rda-fragment`, what is no mean is the last part."""
+    parts, together = [], []
+    for spec in layout.of(fragment):
+        where = slice(spec.offset, spec.offset + spec.num_elements)
+        by_mean = rule == "mean" or (spec.embedding and embeddings == "mean")
+        if rule == "rda-fragment" and not by_mean:
+            together.append(where)
+        else:
+            parts.append(_Part((where,), by_mean))
+    return [*parts, _Part(tuple(together), by_mean=False)] if together else parts
 
 
 def _add_scaled(sums: Tensor, gradient: Tensor, factor: float) -> None:

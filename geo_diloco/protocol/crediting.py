@@ -58,7 +58,8 @@ class Crediting:
         self._advance(now)
         credits = [self._credit(item.contribution.id.peer, fragment) for item in taken]
         claims = [(item.contribution, item.norm) for item in taken]
-        return count(claims, credits, self._ledger.lengths.get(fragment, ()))
+        lengths = self._ledger.lengths.get(fragment, ())
+        return count(claims, credits, lengths, token_weights=self._rules.sync.token_weights)
 
     def merged(self, fragment: FragmentId, taken: Sequence[Held], counted: Sequence[Counted]) -> None:
         """A commit says so."""

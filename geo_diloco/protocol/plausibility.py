@@ -79,11 +79,17 @@ def credit_max(median_trained: int, credited: int, *, tokens_per_step: int, sync
 
 
 def count(
-    taken: Sequence[tuple[Contribution, float]], credits: Sequence[int | None], lengths: Sequence[float]
+    taken: Sequence[tuple[Contribution, float]],
+    credits: Sequence[int | None],
+    lengths: Sequence[float],
+    *,
+    token_weights: bool = True,
 ) -> tuple[Counted, ...]:
     """What of each (contribution, norm) counts. `credits`: from `credit_max`; `lengths`: merged lately."""
     tokens = [_credited(claim, credit) for (claim, _), credit in zip(taken, credits, strict=True)]
-    weights = [fresh * fresh / claim.steps for (fresh, _), (claim, _) in zip(tokens, taken, strict=True)]
+    weights = [1.0] * len(taken)
+    if token_weights:
+        weights = [fresh * fresh / claim.steps for (fresh, _), (claim, _) in zip(tokens, taken, strict=True)]
     weight_max = WEIGHT_FACTOR * lower_median(weights) if weights else 0.0
     usual = lower_median(lengths) if len(lengths) >= LENGTHS_MIN else 0.0
     counted = []

@@ -245,9 +245,10 @@ class OuterState:
         if order.version != held.version + 1:
             raise MergeError(f"fragment {order.fragment} is at version {held.version}, not {order.version - 1}")
         momentum_N = self.momentum(order.fragment)
-        merging = StreamingMerge(self.layout, order.fragment, manifest.sync.merge)
+        sync = manifest.sync
+        merging = StreamingMerge(self.layout, order.fragment, sync.merge, embeddings=sync.merge_embeddings)
         room_N = torch.empty_like(held.theta_N)
-        norms = [self._add(merging, order, each, read, manifest.sync.late_form, room_N) for each in order.inputs]
+        norms = [self._add(merging, order, each, read, sync.late_form, room_N) for each in order.inputs]
         longest = max(zip(norms, order.inputs, strict=True), key=lambda pair: pair[0])[1].peer if norms else None
         merged = merging.result()
         update_N = outer_update(

@@ -242,8 +242,10 @@ class Learner:
             delta = self.replica.sample(order.fragment)
             self._port.sampled(order, delta, self.num_steps, self.num_tokens, self.cursor)
         elif isinstance(order, AdoptOrder):
-            kappa = self._setup.manifest.sync.kappa
-            scale_ppm = self.replica.adopt(order.fragment, order.theta, order.d_hat, kappa=kappa, rbar=order.rbar)
+            sync = self._setup.manifest.sync
+            scale_ppm = self.replica.adopt(
+                order.fragment, order.theta, order.d_hat, kappa=sync.kappa, rbar=order.rbar, cap=sync.carry_cap
+            )
             self._port.adopted(order, scale_ppm, self.num_steps, self.num_tokens)
         elif isinstance(order, ResetOrder):
             self.replica.reset(order.fragment, order.theta)

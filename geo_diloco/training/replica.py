@@ -60,7 +60,9 @@ class Replica:
         self.undecided_scale[fragment] = 1.0
         return delta
 
-    def adopt(self, fragment: int, theta: Tensor, d_hat: Tensor | None, *, kappa: float, rbar: float) -> int:
+    def adopt(
+        self, fragment: int, theta: Tensor, d_hat: Tensor | None, *, kappa: float, rbar: float, cap: float = 2.0
+    ) -> int:
         """Move to a new Theta, carrying what the merge has not seen; returns s in parts per million.
 
         `d_hat`: this learner's delta as merged (decoded), if it was a participant. Where s < 1 the undecided delta
@@ -69,7 +71,7 @@ class Replica:
         if d_hat is not None and self.undecided_scale[fragment] != 1.0:
             d_hat = d_hat * self.undecided_scale[fragment]
         local = gather(self.tensors, self.layout, fragment)
-        adoption = adopt_fragment(local, self.anchor(fragment), theta, d_hat, kappa=kappa, rbar=rbar)
+        adoption = adopt_fragment(local, self.anchor(fragment), theta, d_hat, kappa=kappa, rbar=rbar, cap=cap)
         scatter_(adoption.theta, self.tensors, self.layout, fragment)
         self._anchors[fragment] = theta
         if d_hat is not None:

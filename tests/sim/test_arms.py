@@ -33,6 +33,10 @@ def test_every_setting_of_a_decoupled_arm_reaches_the_manifest() -> None:
     assert (sync.grace, sync.kappa, sync.merge, sync.late_form) == (False, 0.0, "mean", "paper")
     assert (manifest.codec_up.name, manifest.codec_up.block, manifest.codec_down.name) == ("int8", 128, "none")
     assert (manifest.outer.eta, manifest.outer.mu) == (1.0, 0.9)
+    other = arm("decoupled:cap=5,merge=rda-fragment,merge_embeddings=rda,token_weights=off,schedule_by=own").manifest
+    assert (other.sync.carry_cap, other.sync.merge, other.sync.merge_embeddings) == (5.0, "rda-fragment", "rda")
+    assert (other.sync.token_weights, other.inner.schedule_by) == (False, "own")
+    assert arm("data-parallel:sequences=7").manifest.evaluation.sequences == 7
     assert arm("decoupled:grace=on").manifest.sync.grace is True
 
 

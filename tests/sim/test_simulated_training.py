@@ -19,6 +19,7 @@ from geo_diloco.manifest import CodecSpec, ModelSpec, OuterSpec, RunManifest
 from geo_diloco.numerics.fragments import gather, layout_from_module, named_trainable
 from geo_diloco.protocol.events import FragmentReplaced
 from geo_diloco.protocol.messages import Commit
+from geo_diloco.sim.train.fleet import Fleet
 from geo_diloco.sim.train.run import RunOutcome, Simulation
 from geo_diloco.tape.figures import chain_figures
 from geo_diloco.training.baselines import synchronous_diloco
@@ -30,6 +31,16 @@ SPEEDS_MS = (70, 100, 130, 90)
 
 def commits_of(outcome: RunOutcome) -> list[Commit]:
     return [link.entry for link in outcome.syncer.chain if isinstance(link.entry, Commit)]
+
+
+def test_a_learner_may_have_batches_of_its_own() -> None:
+    machines = fleet(*SPEEDS_MS[:2]).machines
+    small = replace(machines[1], batch_size=1)
+    simulation = Simulation(small_manifest(tokens=64 * TOKENS_PER_STEP), Fleet(machines=(machines[0], small)), seed=3)
+    outcome = simulation.go()
+    assert outcome.tokens.balances
+    steps = [member.num_steps for member in simulation.members]
+    assert outcome.tokens.trained == pytest.approx(TOKENS_PER_STEP * (steps[0] + steps[1] / 2))
 
 
 # ---- it is the algorithm

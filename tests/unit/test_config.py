@@ -115,7 +115,7 @@ def test_an_empty_manifest_lacks_only_a_model() -> None:
         ("grace = true", "grace = 1", "sync.grace = 1; allowed is true or false"),
         ("eta = 0.7", "eta = nan", "outer.eta = NaN; allowed is a number above 0.0 up to 10.0"),
         ("mu = 0.5", "mu = 1", "outer.mu = 1; allowed is a number from 0.0 to below 1.0"),
-        ('merge = "rda"', 'merge = "sum"', 'sync.merge = "sum"; allowed is one of "rda", "mean"'),
+        ('merge = "rda"', 'merge = "sum"', 'sync.merge = "sum"; allowed is one of "rda", "rda-fragment", "mean"'),
         (
             'name = "run"',
             'name = "a\\u200bb"',

@@ -22,7 +22,8 @@ from geo_diloco.training.presets import demo_manifest
 ArmKind = Literal["decoupled", "diloco", "data-parallel"]
 DEFAULT_ARMS = ("decoupled", "diloco", "data-parallel")
 
-_INNER = {key: ("inner", key) for key in ("learning_rate", "schedule", "warmup_steps", "final_share")}
+_INNER = {key: ("inner", key) for key in ("learning_rate", "schedule", "schedule_by", "warmup_steps", "final_share")}
+_INNER["sequences"] = ("evaluation", "sequences")
 _OUTER = {"eta": ("outer", "eta"), "mu": ("outer", "mu"), "interval_steps": ("sync", "interval_steps")}
 _SYNC_KEYS = (
     "num_fragments",
@@ -32,8 +33,11 @@ _SYNC_KEYS = (
     "grace_gamma",
     "staleness_max",
     "kappa",
+    "carry_cap",
     "late_form",
     "merge",
+    "merge_embeddings",
+    "token_weights",
     "rounds_in_flight_max",
 )
 _LEGS = {
@@ -51,6 +55,7 @@ _KEYS: dict[ArmKind, dict[str, tuple[str, str]]] = {
 _LETTERS = {
     "H": "interval_steps",
     "K": "quorum",
+    "cap": "carry_cap",
     "P": "num_fragments",
     "S_max": "staleness_max",
     "gamma": "grace_gamma",

@@ -66,15 +66,15 @@ class ArmResult:
         return asdict(self)
 
 
-def run_arm(arm: Arm, fleet: Fleet, seed: int) -> ArmResult:
+def run_arm(arm: Arm, fleet: Fleet, seed: int, *, num_points: int = NUM_POINTS) -> ArmResult:
     """One arm with one seed; deterministic but for `wall_s`. Uses one thread. Raises ConfigError if it gets stuck."""
     if arm.kind == "decoupled":
-        return _decoupled(arm, fleet, seed)
-    return _baseline(arm, fleet, seed)
+        return _decoupled(arm, fleet, seed, num_points)
+    return _baseline(arm, fleet, seed, num_points)
 
 
-def _decoupled(arm: Arm, fleet: Fleet, seed: int) -> ArmResult:
-    simulation = Simulation(arm.seeded(seed), fleet, seed, NUM_POINTS)
+def _decoupled(arm: Arm, fleet: Fleet, seed: int, num_points: int) -> ArmResult:
+    simulation = Simulation(arm.seeded(seed), fleet, seed, num_points)
     try:
         outcome = simulation.go()
     except ConfigError as exc:
@@ -98,13 +98,13 @@ def _decoupled(arm: Arm, fleet: Fleet, seed: int) -> ArmResult:
     )
 
 
-def _baseline(arm: Arm, fleet: Fleet, seed: int) -> ArmResult:
+def _baseline(arm: Arm, fleet: Fleet, seed: int, num_points: int) -> ArmResult:
     began = time.perf_counter()
     torch.set_num_threads(1)  # with more, sums depend on the machine
     manifest = arm.seeded(seed)
     model = build_model(manifest.model, with_weights=True)
     model_bytes = FLOAT32_BYTES * sum(parameter.numel() for parameter in model.parameters())
-    gauge = Gauge(manifest, model, num_points=NUM_POINTS)
+    gauge = Gauge(manifest, model, num_points=num_points)
     gauge.look(0, 0, lambda: gauge.measure_model(model))
     clock = _SlowestClock(fleet, exchange_ms=fleet.exchange_ms(model_bytes))
     tokens_per_step = manifest.rules().tokens_per_step * fleet.num_learners

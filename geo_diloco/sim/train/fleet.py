@@ -22,6 +22,8 @@ class Machine:
     down_mbit: float
     delay_ms: int
     """One way."""
+    batch_size: int = 0
+    """Sequences in a batch of its own; 0: the manifest's."""
 
     def up_ms(self, num_bytes: int) -> int:
         """How long the way up is taken by that many bytes; the delay comes on top."""

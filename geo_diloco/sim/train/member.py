@@ -142,7 +142,7 @@ class MemberProcess(Process):
             model=self._parts.model,
             theta=[self._outer.theta(fragment) for fragment in self._fragments],
             checkpoint=checkpoint,
-            step_ms=self.machine.step_ms,
+            machine=self.machine,
             save_every_s=SAVE_EVERY_S if self._disk.keeps_checkpoints else 0.0,
             receive=self._receive,
             progress=lambda: self.core.ledger.progress,

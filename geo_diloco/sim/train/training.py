@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from geo_diloco.protocol.effects import StartTraining
+from geo_diloco.sim.train.fleet import Machine
 from geo_diloco.sim.train.world import HOP_MS, World
 from geo_diloco.training.checkpoint import LearnerCheckpoint
 from geo_diloco.training.data import TokenStream
@@ -32,7 +33,7 @@ class Start:
     """Of the run's layout; copied."""
     theta: list[Tensor]
     checkpoint: LearnerCheckpoint | None
-    step_ms: int
+    machine: Machine
     save_every_s: float
     """0: none."""
     receive: Callable[[Report], None]
@@ -66,17 +67,16 @@ class Training(Reporter):
 
     def begin(self, effect: StartTraining) -> None:
         """Admitted. May come again, with another share of the data."""
-        manifest = self._world.manifest
-        self._stream = TokenStream(
-            manifest.data, share=effect.share, cursor=effect.cursor, pass_number=effect.pass_number
-        )
+        data = self._world.manifest.data
+        own = replace(data, batch_size=self._start.machine.batch_size or data.batch_size)
+        self._stream = TokenStream(own, share=effect.share, cursor=effect.cursor, pass_number=effect.pass_number)
         if self._is_admitted:
             return
         self._is_admitted = True
         checkpoint = self._start.checkpoint
         self._resume = (effect.resume_step, 0 if checkpoint is None else checkpoint.tokens)
         # Machines don't start at the same moment, and so don't end their steps at the same moment.
-        self._world.clock.after(self._world.clock.between((0, self._start.step_ms)), self._begin_training)
+        self._world.clock.after(self._world.clock.between((0, self._start.machine.step_ms)), self._begin_training)
 
     def _begin_training(self) -> None:
         if self._is_stopped:
@@ -136,7 +136,7 @@ class Training(Reporter):
         steps_max = self._world.steps_max
         if steps_max is not None and self.num_steps >= steps_max:
             return
-        step_ms = self._start.step_ms
+        step_ms = self._start.machine.step_ms
         jitter_ms = int(JITTER * step_ms)
         self._world.clock.after(step_ms + self._world.clock.between((-jitter_ms, jitter_ms)), self._step_ends)
 

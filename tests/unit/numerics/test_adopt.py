@@ -42,6 +42,8 @@ def test_a_carry_longer_than_twice_rbar_is_shortened_to_it() -> None:
     assert adoption.theta.tolist() == pytest.approx([106.0, 108.0])
     half = adopt(theta, torch.zeros(2), new, None, kappa=0.5, rbar=5.0)
     assert half.scale_ppm == 100_000
+    wide = adopt(theta, torch.zeros(2), new, None, kappa=1.0, rbar=5.0, cap=8.0)
+    assert wide.scale_ppm == 800_000
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,30 @@ def test_each_tensor_is_averaged_on_its_own_and_embeddings_take_the_mean() -> No
     assert plain.gradient.tolist() == [0.5, 0.5, 50.0, 50.0, 0.5, 0.5]
 
 
+def test_by_fragment_all_that_is_no_embedding_has_one_direction_and_one_length() -> None:
+    """Two tensors that are 3 : 4 in each gradient: by tensor they stay so, by fragment both turn with the longer."""
+    layout = flat_layout(2, 1, 2, embeddings=(1,))
+    gradients = [[3.0, 0.0, 8.0, 4.0, 0.0], [0.0, 3.0, 0.0, -4.0, 0.0]]
+    merge = StreamingMerge(layout, 0, "rda-fragment")
+    for gradient in gradients:
+        merge.add(torch.tensor(gradient), 1.0)
+    result = merge.result()
+    root = 5.0 * math.sqrt(0.5)  # the directions add to (0.6, 0.6, 0, 0), what cancels is no longer there
+    assert result.gradient.tolist() == pytest.approx([root, root, 4.0, 0.0, 0.0])
+    by_tensor = merged(gradients, [1.0, 1.0], "rda", layout)
+    assert (by_tensor.num_degenerate, result.num_degenerate) == (1, 0)
+    assert by_tensor.gradient.tolist() == pytest.approx([3 * math.sqrt(0.5), 3 * math.sqrt(0.5), 4.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("rule", ["rda", "rda-fragment"])
+def test_embeddings_are_merged_like_the_rest_if_the_run_says_so(rule: MergeRule) -> None:
+    layout = flat_layout(2, embeddings=(0,))
+    merge = StreamingMerge(layout, 0, rule, embeddings="rda")
+    merge.add(torch.tensor([1.0, 0.0]), 1.0)
+    merge.add(torch.tensor([0.0, 1.0]), 1.0)
+    assert merge.result().gradient.tolist() == pytest.approx([math.sqrt(0.5)] * 2)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     num_participants=st.integers(1, 6),

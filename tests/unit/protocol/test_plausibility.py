@@ -57,6 +57,11 @@ def test_learners_of_usual_speeds_keep_their_own_weights() -> None:
     assert [weight / weights[0] for weight in weights] == pytest.approx([1, 2, 4, 5])
 
 
+def test_without_token_weights_all_weigh_the_same() -> None:
+    claims = [(claim(tokens=800 * speed, steps=8), 1.0) for speed in (1, 2, 20)]
+    assert [each.weight for each in count(claims, [None] * 3, USUAL, token_weights=False)] == [1.0] * 3
+
+
 def test_a_delta_far_longer_than_usual_is_shortened() -> None:
     (liar,) = count([(claim(), 1e30)], [None], USUAL)
     assert (liar.norm, liar.scale) == (pytest.approx(LENGTH_FACTOR), pytest.approx(LENGTH_FACTOR / 1e30))
@@ -139,8 +144,9 @@ class Crediting(Syncing):
         return merge
 
 
-def crediting(stop: StopSpec | None = None, quorum: int = 1) -> Crediting:
-    made = Crediting.founding(replace(SYNC, quorum=quorum), stop, tokens_per_step=PER_STEP)
+def crediting(stop: StopSpec | None = None, quorum: int = 1, *, token_weights: bool = True) -> Crediting:
+    sync = replace(SYNC, quorum=quorum, token_weights=token_weights)
+    made = Crediting.founding(sync, stop, tokens_per_step=PER_STEP)
     assert isinstance(made, Crediting)
     for peer in (ANN, BEN, CYD):
         made.join(peer)
@@ -165,6 +171,12 @@ def test_a_liars_weight_stays_below_that_of_so_many_others() -> None:
     merge = it.merge(it.asked(), tokens=2**50, tokens_unmerged=2**50, steps=1)
     weights = {each.peer: each.weight for each in committed(it.merged(merge)).participants}
     assert weights[CYD] == pytest.approx(WEIGHT_FACTOR / (WEIGHT_FACTOR + 2))
+
+
+def test_a_run_without_token_weights_weighs_all_the_same() -> None:
+    it = crediting(token_weights=False)
+    merge = it.merge(it.asked(), tokens=16 * PER_STEP, tokens_unmerged=16 * PER_STEP, steps=8)
+    assert [each.weight for each in committed(it.merged(merge)).participants] == [pytest.approx(1 / 3)] * 3
 
 
 def test_a_liars_long_delta_is_shortened_once_lengths_are_known() -> None:

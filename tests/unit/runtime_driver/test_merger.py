@@ -133,6 +133,27 @@ def test_a_merge_tried_again_gives_the_same_bits() -> None:
     assert outer.merge(some_blobs().order(), some_blobs().read, MANIFEST) == one
 
 
+def test_the_manifests_rules_of_merging_are_gone_by() -> None:
+    """Of two tensors, the second an embedding: each rule makes something else of the same deltas."""
+    layout = Layout(
+        (TensorSpec("w", (48,), "float32", 0, 0, 48, False), TensorSpec("z", (48,), "float32", 0, 48, 48, True))
+    )
+    first, second = torch.ones(N), torch.cat([torch.full((48,), -3.0), torch.ones(48) * 2])
+    first[::2] = 4.0
+    seen = set()
+    for merge, embeddings in (("rda", "mean"), ("rda", "rda"), ("rda-fragment", "rda"), ("mean", "mean")):
+        outer, frames = OuterState(layout, with_momentum=True, with_residual=True), {}
+        outer.start_fragment(P0, torch.zeros(N))
+        for number, delta in enumerate((first, second)):
+            frame = codec.encode(delta, CodecSpec(name="none"), layout_digest=layout.digest, fragment=P0)
+            frames[BlobRef(Digest(f"{number:064x}"), len(frame))] = frame
+        inputs = tuple(MergeInput(peer, blob, Version(0), 1.0) for peer, blob in zip((A, B), frames, strict=True))
+        sync = dataclasses.replace(MANIFEST.sync, merge=merge, merge_embeddings=embeddings)
+        order = Merge(P0, 1, 0, Version(1), inputs, 0.7, 0.5, CodecSpec(name="none"))
+        seen.add(outer.merge(order, frames.__getitem__, dataclasses.replace(MANIFEST, sync=sync)).state_digest)
+    assert len(seen) == 4
+
+
 def test_rbar_is_the_plain_mean_of_norms_and_rho_of_a_repeated_update_is_one() -> None:
     outer, blobs = state(), Blobs(torch.full((N,), 3.0), torch.full((N,), 1.0))
     first = outer.merge(blobs.order(), blobs.read, MANIFEST)

@@ -158,6 +158,17 @@ def test_the_manifests_kappa_rules_adoption() -> None:
     assert torch.equal(vectors_of(model, learner.replica.layout)[0], theta)
 
 
+def test_the_manifests_cap_rules_how_much_is_carried() -> None:
+    port = ScriptedPort()
+    learner, model, optimizer = make_learner(port, manifest=make_manifest(sync={"carry_cap": 0.5}))
+    train_once(model, optimizer, 1)
+    carry = vectors_of(model, learner.replica.layout)[0] - learner.replica.anchor(0)
+    norm = float(carry.norm())
+    port.orders.append(AdoptOrder(fragment=0, version=1, theta=learner.replica.anchor(0), d_hat=None, rbar=norm))
+    learner.step(tokens=12)
+    assert [scale for _, scale, _ in port.adoptions] == [pytest.approx(500_000, abs=2)]
+
+
 def test_finish_ends_training_once_and_for_all() -> None:
     port = ScriptedPort()
     learner, _, _ = make_learner(port)

@@ -1,0 +1,155 @@
+"""What the study asks, as cells: an arm, who trains it, and on how many tokens.
+
+Every arm is one that `geo-diloco simulate train --arm ...` takes. Model and data are the demo's (0.2M parameters, the
+source code of Python's standard library); held-out loss is measured on 256 sequences instead of the demo's 64, since
+arms differ by less than the noise of 64.
+
+Budget: 5 hours on two cores. One core of the machine that the results come from trains 24,000 to 27,000 tokens a second
+when nothing else runs (`geo-diloco simulate train --arm decoupled`), that is 0.9 billion tokens; the cells below are
+0.7 billion (`run.py --list` adds them up).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SEQUENCES = 256
+"""Held-out, of 128 bytes each."""
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Who trains. An inner step takes 160 ms at speed 1; links are 100 Mbit/s and 20 ms, as the command's defaults."""
+
+    learners: int = 4
+    speeds: tuple[float, ...] = (1.0,)
+    """One for all, or one for each."""
+    batch_sizes: tuple[int, ...] = ()
+    """Sequences in a batch of each; none: the manifest's 8."""
+    away: Literal["", "freeze", "crash"] = ""
+    """Each learner is away 20 % of the time, for ten rounds on average, and how it goes away (`churn.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One arm of one part."""
+
+    arm: str
+    tokens: int
+    fleet: Fleet = Fleet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One question."""
+
+    question: str
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    against: str = "decoupled"
+    """The arm that the others are compared with, seed by seed, in the same fleet with the same tokens."""
+
+
+EQUAL = Fleet()
+MIXED = Fleet(speeds=(1.0, 0.8, 0.5, 0.2))
+ONE_SLOW = Fleet(speeds=(1.0, 1.0, 1.0, 0.2))
+UNEQUAL_BATCHES = Fleet(batch_sizes=(8, 8, 4, 2))
+
+
+def cells(tokens: float, fleet: Fleet, *arms: str) -> tuple[Cell, ...]:
+    """The same fleet and tokens (in millions) for all of them."""
+    return tuple(Cell(arm=arm, tokens=round(tokens * MILLION), fleet=fleet) for arm in arms)
+
+
+def _coarse() -> tuple[Cell, ...]:
+    """Outer learning rate x momentum x H with all else as it is, then kappa, tau and the carry's cap."""
+    grid = [
+        f"decoupled:H={h},eta={eta},mu={mu}" for h in (24, 8, 64) for eta in (0.4, 0.7, 1.0) for mu in (0, 0.5, 0.9)
+    ]
+    kappa = [f"decoupled:H={h},kappa={kappa}" for h in (24, 8, 64) for kappa in (0, 0.5)]
+    tau = [
+        "decoupled:tau=12",
+        "decoupled:tau=12,kappa=0",
+        "decoupled:tau=12,cap=1",
+        "decoupled:tau=12,cap=1000",
+        "decoupled:H=8,tau=4",
+        "decoupled:H=64,tau=32",
+    ]
+    return cells(1, EQUAL, *grid, *kappa, *tau)
+
+
+def _merges() -> tuple[Cell, ...]:
+    """Half a million tokens for each learner."""
+    rules = ("decoupled", "decoupled:merge=mean", "decoupled:merge=rda-fragment", "decoupled:merge_embeddings=rda")
+    found: list[Cell] = []
+    for learners in (2, 4, 8, 16):
+        found += cells(learners / 2, Fleet(learners=learners), *(rules if learners < 16 else rules[:2]))
+    return tuple(found)
+
+
+def _codecs() -> tuple[Cell, ...]:
+    legs = (("none", "none"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "none"), ("none", "int4"))
+    arms = [f"decoupled:codec_up={up},codec_down={down}" for up, down in legs]
+    return cells(2, EQUAL, "decoupled", *arms, "decoupled:block_up=256,block_down=256")
+
+
+PARTS: dict[str, Part] = {
+    "a1": Part(
+        question="eta, mu, H, kappa, tau and the cap on the carry: where is it good at all?",
+        cells=_coarse(),
+        seeds=(0,),
+        against="decoupled:H=24,eta=0.7,mu=0.5",
+    ),
+    "parity": Part(
+        question="Does it learn as well as synchronous DiLoCo and data-parallel training?",
+        cells=(
+            *cells(4, EQUAL, "decoupled", "diloco", "data-parallel"),
+            *cells(4, Fleet(learners=2), "decoupled", "data-parallel"),
+            *cells(4, Fleet(learners=8), "decoupled", "data-parallel"),
+        ),
+        against="data-parallel",
+    ),
+    "b": Part(question="How are deltas best averaged, and does it matter more with more learners?", cells=_merges()),
+    "c": Part(
+        question="Learners of unequal speed: K = M, K = 1, K = 1 with grace?",
+        cells=cells(
+            4,
+            MIXED,
+            "decoupled",
+            "decoupled:grace=off",
+            "decoupled:K=4",
+            "decoupled:gamma=0.5",
+            "diloco",
+            "data-parallel",
+        ),
+    ),
+    "d": Part(question="What does encoding cost, up and down?", cells=_codecs()),
+    "e": Part(
+        question="How long may transfers take?",
+        cells=cells(
+            2, EQUAL, "decoupled", "decoupled:tau=0", "decoupled:tau=6", "decoupled:tau=12", "decoupled:tau=12,kappa=0"
+        ),
+    ),
+    "f": Part(
+        question="Unequal batches: should tokens weigh?",
+        cells=cells(2, UNEQUAL_BATCHES, "decoupled", "decoupled:token_weights=off"),
+    ),
+    "g": Part(
+        question="Learners that are away a fifth of the time, at unequal speeds?",
+        cells=(
+            *cells(4, Fleet(speeds=MIXED.speeds, away="freeze"), "decoupled"),
+            *cells(4, Fleet(away="freeze"), "decoupled"),
+            *cells(4, Fleet(away="crash"), "decoupled"),
+        ),
+    ),
+    "h": Part(
+        question="One learner is five times slower: is its late work worth taking?",
+        cells=cells(2, ONE_SLOW, "decoupled", "decoupled:S_max=2", "decoupled:S_max=0", "decoupled:late_form=paper"),
+    ),
+    "i": Part(
+        question="Does the learning rate follow the run's progress, or the learner's own steps?",
+        cells=cells(2, MIXED, "decoupled", "decoupled:schedule_by=own"),
+    ),
+}
