@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from geo_diloco.protocol.effects import StartTraining
 from geo_diloco.sim.train.world import HOP_MS, World
 from geo_diloco.training.checkpoint import LearnerCheckpoint
-from geo_diloco.training.data import TokenStream
+from geo_diloco.training.data import Batches, batches_for
 from geo_diloco.training.learner import Accept, FinishOrder, Learner, LearnerSetup, Order
 from geo_diloco.training.loop import inner_step, make_optimizer, training_loss
 from geo_diloco.training.reports import Report, Reporter
@@ -55,7 +55,7 @@ class Training(Reporter):
         self._is_frozen = False
         self._is_due = False
         """An inner step ended while frozen."""
-        self._stream: TokenStream | None = None
+        self._stream: Batches | None = None
         self._learner: Learner | None = None
         self._model = copy.deepcopy(start.model)
         self._boundary: Generator[Accept, Order | None, bool] | None = None
@@ -67,8 +67,8 @@ class Training(Reporter):
     def begin(self, effect: StartTraining) -> None:
         """Admitted. May come again, with another share of the data."""
         manifest = self._world.manifest
-        self._stream = TokenStream(
-            manifest.data, share=effect.share, cursor=effect.cursor, pass_number=effect.pass_number
+        self._stream = batches_for(
+            self._model, manifest.data, share=effect.share, cursor=effect.cursor, pass_number=effect.pass_number
         )
         if self._is_admitted:
             return
