@@ -26,6 +26,8 @@ def table(results: Sequence[ArmResult]) -> str:
     grid.add_column("arm", overflow="fold", max_width=60)
     seeds = list(dict.fromkeys(result.seed for result in results))
     headings = [f"seed {seed}" for seed in seeds] + (["mean"] if len(seeds) > 1 else [])
+    if any(result.accuracy is not None for result in results):
+        headings.append("accuracy")
     headings += ["merged", "carried", "dropped", "commits", "of", "B/param up, down", "MB up, down", "virtual", "wall"]
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -34,7 +36,8 @@ def table(results: Sequence[ArmResult]) -> str:
     unbalanced = [result.arm for result in results if not result.tokens_balance]
     written = io.StringIO()
     console = Console(file=written, width=WIDTH, highlight=False)
-    console.print(f"held-out nats/token of Theta at {results[0].tokens_trained:,} tokens trained")
+    unit = "token" if results[0].accuracy is None else "image"
+    console.print(f"held-out nats/{unit} of Theta at {results[0].tokens_trained:,} tokens trained")
     console.print(grid)
     balance = f"NO: {', '.join(unbalanced)}" if unbalanced else "yes"
     console.print(Text(f"tokens balance (trained = merged + in flight + carried + dropped): {balance}"))
@@ -46,6 +49,9 @@ def _cells(runs: Sequence[ArmResult]) -> list[str]:
     cells = [_loss(loss) for loss in losses]
     if len(losses) > 1:
         cells.append(_loss(mean_loss(losses)))
+    accuracies = [run.accuracy for run in runs if run.accuracy is not None]
+    if accuracies:
+        cells.append(f"{_mean(accuracies):.1%}")
     trained = sum(run.tokens_trained for run in runs)
     cells += [
         f"{sum(tokens) / trained:.1%}"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from geo_diloco.manifest import RunManifest
-from geo_diloco.training.data import TokenStream
+from geo_diloco.training.data import Batches, batches_for
 from geo_diloco.training.evaluate import Evaluator
 from geo_diloco.training.learner import schedule_factor
 from geo_diloco.training.loop import inner_step, make_optimizer, training_loss
@@ -90,7 +90,7 @@ class _Replica:
         self._step = 0
         self._inner = manifest.inner
         self._optimizer = make_optimizer(model, manifest.inner)
-        self._streams = [_stream(manifest, index) for index in indices]
+        self._streams = [_stream(manifest, model, index) for index in indices]
 
     @property
     def steps_left(self) -> int:
@@ -103,16 +103,16 @@ class _Replica:
             rate = self._inner.learning_rate * warm * schedule_factor(self._step / self._num_steps, self._inner)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-            batches = [next(stream) for stream in self._streams]
+            batches = [stream.next_batch() for stream in self._streams]
             loss = torch.stack([training_loss(self.model, batch) for batch in batches]).mean()
             inner_step(self.model, self._optimizer, loss, gradient_clip=self._inner.gradient_clip)
             self._step += 1
             self.num_tokens += sum(batch.numel() for batch in batches)
 
 
-def _stream(manifest: RunManifest, index: int) -> Iterator[Tensor]:
+def _stream(manifest: RunManifest, model: nn.Module, index: int) -> Batches:
     share, pass_number = index % manifest.data.num_shares, index // manifest.data.num_shares
-    return iter(TokenStream(manifest.data, share=share, pass_number=pass_number))
+    return batches_for(model, manifest.data, share=share, pass_number=pass_number)
 
 
 def _heldout(manifest: RunManifest, model: nn.Module) -> float:

@@ -21,12 +21,12 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from geo_diloco.errors import DataError
 from geo_diloco.manifest import DataSpec
@@ -102,6 +102,27 @@ def share_tokens(spec: DataSpec, share: int | Literal["heldout"], *, data_dir: P
         )
     joined: Tokens = np.concatenate(parts)
     return joined
+
+
+class Batches(Protocol):
+    """An endless, repeatable stream of batches from one share of the data."""
+
+    @property
+    def cursor(self) -> int:
+        """Tokens of the share consumed so far, the batch given last included."""
+
+    def next_batch(self) -> Tensor:
+        """int64; its `numel()` are the tokens that the cursor advances by."""
+
+
+def batches_for(model: nn.Module, spec: DataSpec, *, share: int, cursor: int = 0, pass_number: int = 0) -> Batches:
+    """What a simulated learner trains on: the model's own `batches(...)` if it brings its data, as one for images may,
+    else the manifest's text. Raises DataError."""
+    own = getattr(model, "batches", None)
+    if callable(own):
+        stream: Batches = own(spec, share=share, cursor=cursor, pass_number=pass_number)
+        return stream
+    return TokenStream(spec, share=share, cursor=cursor, pass_number=pass_number)
 
 
 class TokenStream:

@@ -42,6 +42,12 @@ def causal_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
+def heldout_accuracy(model: nn.Module) -> float | None:
+    """Share of the held-out examples that a model with a `heldout_accuracy()` of its own tells right."""
+    own = getattr(model, "heldout_accuracy", None)
+    return float(own()) if callable(own) else None
+
+
 class Evaluator:
     """Measures a model against the manifest's held-out sequences. Reads them once, at the first measurement."""
 

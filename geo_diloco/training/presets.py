@@ -1,8 +1,11 @@
-"""Manifests that are known to work: today the demo's. The numbers come from the study in `training/README.md`."""
+"""Manifests that are known to work: the demo's, and the same run with other models for `simulate train --model`.
+
+The demo's numbers come from the study in `training/README.md`; the other models are those of the examples."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from geo_diloco.manifest import (
     CodecSpec,
@@ -17,6 +20,8 @@ from geo_diloco.manifest import (
 )
 
 DEMO_MINUTES = 2.0
+
+ModelName = Literal["dense", "moe", "vit"]
 
 
 def demo_manifest() -> RunManifest:
@@ -56,5 +61,42 @@ def demo_model_config() -> dict[str, Any]:
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
         "attention_bias": False,
+        "use_cache": False,
+    }
+
+
+def preset_manifest(name: ModelName) -> RunManifest:
+    """The demo's run with that model; only what belongs to the model differs."""
+    demo = demo_manifest()
+    match name:
+        case "dense":
+            return demo
+        case "moe":
+            return replace(demo, model=ModelSpec(config=moe_model_config()))
+        case "vit":
+            return replace(
+                demo,
+                model=ModelSpec(
+                    factory="geo_diloco.training.digits:vit_on_digits",
+                    factory_arguments={"width": 32, "num_layers": 2},
+                ),
+                data=replace(demo.data, sequence_length=16, batch_size=32),
+            )
+
+
+def moe_model_config() -> dict[str, Any]:
+    """The Mixtral of `examples/mixture_of_experts.toml`: four experts, two of them for each token; 0.14M parameters."""
+    return {
+        "model_type": "mixtral",
+        "vocab_size": 256,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
         "use_cache": False,
     }

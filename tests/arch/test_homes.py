@@ -29,6 +29,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "pydantic_core": ("config/", "runtime/wire.py"),
     "rich": ("cli/",),
     "safetensors": ("training/checkpoint.py",),
+    "sklearn": ("training/digits.py",),
     "torch": (
         "cli/bench_",
         "node/",

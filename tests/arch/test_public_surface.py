@@ -64,7 +64,7 @@ COMMANDS: dict[str, list[str]] = {
 }
 SIMULATE_TRAIN = sorted(
     [
-        *("--arm", "--learners", "--speeds", "--step-ms", "--up", "--down", "--delay-ms"),
+        *("--arm", "--model", "--learners", "--speeds", "--step-ms", "--up", "--down", "--delay-ms"),
         *("--tokens", "--seed", "--seeds", "--faults", "--lockstep", "--json"),
     ]
 )

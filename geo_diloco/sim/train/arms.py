@@ -17,7 +17,8 @@ from geo_diloco.config import changed_manifest
 from geo_diloco.config.mistakes import nearest, shown
 from geo_diloco.errors import ConfigError, ManifestError
 from geo_diloco.manifest import EvalSpec, RunManifest, StopSpec
-from geo_diloco.training.presets import demo_manifest
+from geo_diloco.training.digits import digits_missing
+from geo_diloco.training.presets import ModelName, preset_manifest
 
 ArmKind = Literal["decoupled", "diloco", "data-parallel"]
 DEFAULT_ARMS = ("decoupled", "diloco", "data-parallel")
@@ -79,9 +80,14 @@ class Arm:
         return replace(self.manifest, model=model, data=data)
 
 
-def base_manifest(*, num_learners: int, tokens: int, lockstep: bool) -> RunManifest:
-    """The demo's, with a budget of tokens (rounded to whole inner steps of all learners) and a share for each."""
-    preset = demo_manifest()
+def base_manifest(*, num_learners: int, tokens: int, lockstep: bool, model: ModelName = "dense") -> RunManifest:
+    """The demo's with that model, a budget of tokens (rounded to whole inner steps of all learners), a share for each.
+
+    Raises ConfigError if this machine lacks what the model trains on.
+    """
+    if model == "vit" and (missing := digits_missing()):
+        raise ConfigError(f"--model vit: {missing}")
+    preset = preset_manifest(model)
     together = preset.rules().tokens_per_step * num_learners
     sync = replace(preset.sync, lockstep=lockstep, quorum=num_learners if lockstep else preset.sync.quorum)
     return replace(

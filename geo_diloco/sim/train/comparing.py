@@ -6,7 +6,6 @@ time is what waiting for the slowest learner and the slowest link would cost, wi
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,8 +37,12 @@ class ArmResult:
     seed: int
     heldout: float | None
     """Of Theta at the end, mean nats per token; none if it is not finite."""
+    accuracy: float | None = None
+    """Of Theta at the end, share of the held-out images told right; none of a language model."""
     curve: tuple[tuple[int, int, float | None], ...]
     """(tokens trained, virtual milliseconds, held-out loss), from Theta_0 to the end."""
+    curve_accuracy: tuple[float | None, ...] = ()
+    """At the same points; empty for a language model."""
     tokens_trained: int
     tokens_merged: int
     tokens_in_flight: int
@@ -104,18 +107,21 @@ def _baseline(arm: Arm, fleet: Fleet, seed: int, num_points: int) -> ArmResult:
     manifest = arm.seeded(seed)
     model = build_model(manifest.model, with_weights=True)
     model_bytes = FLOAT32_BYTES * sum(parameter.numel() for parameter in model.parameters())
-    gauge = Gauge(manifest, model, num_points=num_points)
-    gauge.look(0, 0, lambda: gauge.measure_model(model))
+    gauge = Gauge(manifest, num_points=num_points)
+    gauge.look(0, 0, lambda: model)
     clock = _SlowestClock(fleet, exchange_ms=fleet.exchange_ms(model_bytes))
     tokens_per_step = manifest.rules().tokens_per_step * fleet.num_learners
 
+    newest = [model]
+
     def watch(num_tokens: int, theta: nn.Module) -> None:
+        newest[0] = theta
         clock.exchanged(num_tokens // tokens_per_step)
         if num_tokens < manifest.stop.tokens:
-            gauge.look(num_tokens, clock.now_ms, lambda: gauge.measure_model(theta))
+            gauge.look(num_tokens, clock.now_ms, lambda: theta)
 
     result = _train(arm, manifest, fleet.num_learners, watch)
-    gauge.end(result.num_tokens, clock.now_ms, result.heldout if math.isfinite(result.heldout) else None)
+    gauge.end(result.num_tokens, clock.now_ms, newest[0])
     return _result(
         arm,
         seed,
@@ -145,7 +151,9 @@ def _result(arm: Arm, seed: int, curve: tuple[CurvePoint, ...], tokens: TokenFig
         kind=arm.kind,
         seed=seed,
         heldout=curve[-1].heldout,
+        accuracy=curve[-1].accuracy,
         curve=tuple((point.tokens, point.virtual_ms, point.heldout) for point in curve),
+        curve_accuracy=() if curve[-1].accuracy is None else tuple(point.accuracy for point in curve),
         tokens_trained=tokens.trained,
         tokens_merged=tokens.merged,
         tokens_in_flight=tokens.in_flight,
@@ -182,7 +190,11 @@ def summarize(arms: tuple[Arm, ...], results: list[ArmResult], facts: dict[str, 
     rows = []
     for arm in arms:
         losses = [each.heldout for each in results if each.arm == arm.text]
-        rows.append({"arm": arm.text, "heldout": losses, "heldout_mean": mean_loss(losses)})
+        row = {"arm": arm.text, "heldout": losses, "heldout_mean": mean_loss(losses)}
+        accuracies = [each.accuracy for each in results if each.arm == arm.text]
+        if any(accuracy is not None for accuracy in accuracies):
+            row |= {"accuracy": accuracies, "accuracy_mean": mean_loss(accuracies)}
+        rows.append(row)
     return {"summary": True, **facts, "arms": rows, "tokens_balance": all(each.tokens_balance for each in results)}
 
 

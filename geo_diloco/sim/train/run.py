@@ -26,7 +26,7 @@ from geo_diloco.sim.train.member import MemberParts, MemberProcess
 from geo_diloco.sim.train.syncer import SyncerProcess
 from geo_diloco.sim.train.world import World, peer_named
 from geo_diloco.tape import TokenSummary, summarize_boots
-from geo_diloco.training.evaluate import Evaluator
+from geo_diloco.training.evaluate import Evaluator, heldout_accuracy
 from geo_diloco.training.models import build_model
 
 DRAIN_MS = 10_000
@@ -43,34 +43,29 @@ class CurvePoint:
     tokens: int
     virtual_ms: int
     heldout: float | None
+    accuracy: float | None = None
+    """On the held-out images; none of a language model."""
 
 
 class Gauge:
-    """Measures Theta on the held-out sequences, with a model of its own, at every `1/num_points` of the budget."""
+    """Measures Theta on the held-out sequences at every `1/num_points` of the budget."""
 
-    def __init__(self, manifest: RunManifest, model: nn.Module, *, num_points: int) -> None:
+    def __init__(self, manifest: RunManifest, *, num_points: int) -> None:
         self.curve: list[CurvePoint] = []
-        self._model = model
-        self._tensors = named_trainable(model)
         self._evaluator = Evaluator(manifest)
         self._budget, self._num_points = manifest.stop.tokens, num_points
 
-    def measure(self, outer: OuterState) -> float | None:
-        for fragment in range(outer.layout.num_fragments):
-            scatter_(outer.theta(FragmentId(fragment)), self._tensors, outer.layout, fragment)
-        return self.measure_model(self._model)
-
-    def measure_model(self, model: nn.Module) -> float | None:
+    def loss(self, model: nn.Module) -> float | None:
         return self._evaluator.measure(model)
 
-    def look(self, tokens: int, virtual_ms: int, measure: Callable[[], float | None]) -> None:
+    def look(self, tokens: int, virtual_ms: int, theta: Callable[[], nn.Module]) -> None:
         """Measure if the next point of the curve is reached; the last one is for `end`."""
         due = len(self.curve) * self._budget // self._num_points
         if tokens >= due and len(self.curve) < self._num_points:
-            self.curve.append(CurvePoint(tokens, virtual_ms, measure()))
+            self.end(tokens, virtual_ms, theta())
 
-    def end(self, tokens: int, virtual_ms: int, heldout: float | None) -> None:
-        self.curve.append(CurvePoint(tokens, virtual_ms, heldout))
+    def end(self, tokens: int, virtual_ms: int, theta: nn.Module) -> None:
+        self.curve.append(CurvePoint(tokens, virtual_ms, self.loss(theta), heldout_accuracy(theta)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +99,10 @@ class Simulation:
         layout = layout_from_module(model, num_fragments=self.manifest.sync.num_fragments)
         theta_0 = [gather(named_trainable(model), layout, p) for p in range(layout.num_fragments)]
         self._model = model
-        self._gauge = Gauge(self.manifest, build_model(self.manifest.model), num_points=self.num_points)
+        self._measured = build_model(self.manifest.model)
+        self._gauge = Gauge(self.manifest, num_points=self.num_points)
         self.world = World(self.manifest, layout, self.fleet, Clockwork(self.seed), on_trained=self._look)
-        self.syncer = SyncerProcess(self.world, theta_0, self._gauge.measure)
+        self.syncer = SyncerProcess(self.world, theta_0, lambda outer: self._gauge.loss(self._with_theta(outer)))
         crashing = {fault.learner - 1 for fault in self.fleet.faults if fault.kind == "crash"}
         self._disks = [MemberDisk(keeps_checkpoints=i in crashing) for i in range(self.fleet.num_learners)]
         self.members = [self._member(index) for index in range(self.fleet.num_learners)]
@@ -122,7 +118,14 @@ class Simulation:
         return MemberProcess(self.world, parts)
 
     def _look(self, tokens: int) -> None:
-        self._gauge.look(tokens, self.world.clock.now, lambda: self._gauge.measure(self.syncer.outer))
+        self._gauge.look(tokens, self.world.clock.now, lambda: self._with_theta(self.syncer.outer))
+
+    def _with_theta(self, outer: OuterState) -> nn.Module:
+        """Theta as a model of its own, to be measured."""
+        tensors = named_trainable(self._measured)
+        for fragment in range(outer.layout.num_fragments):
+            scatter_(outer.theta(FragmentId(fragment)), tensors, outer.layout, fragment)
+        return self._measured
 
     # ---- from founding to the end
 
@@ -140,7 +143,7 @@ class Simulation:
             member.leave()
         self.world.clock.run(trained_at + DRAIN_MS)
         ended_at = max(trained_at, self.syncer.last_commit_at)
-        self._gauge.end(self.world.num_tokens, ended_at, self._gauge.measure(self.syncer.outer))
+        self._gauge.end(self.world.num_tokens, ended_at, self._with_theta(self.syncer.outer))
         return RunOutcome(
             curve=tuple(self._gauge.curve),
             tokens=self._books(),

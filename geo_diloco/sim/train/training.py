@@ -16,7 +16,7 @@ from geo_diloco.protocol.effects import StartTraining
 from geo_diloco.sim.train.fleet import Machine
 from geo_diloco.sim.train.world import HOP_MS, World
 from geo_diloco.training.checkpoint import LearnerCheckpoint
-from geo_diloco.training.data import TokenStream
+from geo_diloco.training.data import Batches, batches_for
 from geo_diloco.training.learner import Accept, FinishOrder, Learner, LearnerSetup, Order
 from geo_diloco.training.loop import inner_step, make_optimizer, training_loss
 from geo_diloco.training.reports import Report, Reporter
@@ -56,7 +56,7 @@ class Training(Reporter):
         self._is_frozen = False
         self._is_due = False
         """An inner step ended while frozen."""
-        self._stream: TokenStream | None = None
+        self._stream: Batches | None = None
         self._learner: Learner | None = None
         self._model = copy.deepcopy(start.model)
         self._boundary: Generator[Accept, Order | None, bool] | None = None
@@ -69,7 +69,9 @@ class Training(Reporter):
         """Admitted. May come again, with another share of the data."""
         data = self._world.manifest.data
         own = replace(data, batch_size=self._start.machine.batch_size or data.batch_size)
-        self._stream = TokenStream(own, share=effect.share, cursor=effect.cursor, pass_number=effect.pass_number)
+        self._stream = batches_for(
+            self._model, own, share=effect.share, cursor=effect.cursor, pass_number=effect.pass_number
+        )
         if self._is_admitted:
             return
         self._is_admitted = True
