@@ -34,14 +34,21 @@ def _lines(status: Json) -> list[str]:
         lines.append(f"held-out loss {loss:.4f} nats per token at seq {seq}{first}")
     if status.get("from_folder"):
         return [*lines, *_model_lines(status)]
-    lines.append(
-        f"in {status['bytes_in'] / 1e6:.1f} MB, out {status['bytes_out'] / 1e6:.1f} MB; per parameter and contribution "
-        f"{status['bytes_per_param_up']:.3f} bytes up, {status['bytes_per_param_down']:.3f} down"
-    )
+    lines.append(_bytes_text(status))
     if status.get("disk_bytes"):
-        lines.append(f"{status['disk_bytes'] / 1e6:.1f} MB on the {_whose_disk(status)} disk")
+        lines.append(f"{status['disk_bytes'] / 1e6:.1f} MB on {_whose_disk(status)} disk")
     lines += [*_learner_lines(status), *_round_lines(status)]
     return [*lines, *_bulk_lines(status)]
+
+
+def _bytes_text(status: Json) -> str:
+    moved = f"in {status['bytes_in'] / 1e6:.1f} MB, out {status['bytes_out'] / 1e6:.1f} MB"
+    if not (status["bytes_per_param_up"] or status["bytes_per_param_down"]):
+        return moved  # of a peer that has not served: only who merges knows
+    return (
+        f"{moved}; per parameter and contribution {status['bytes_per_param_up']:.3f} bytes up, "
+        f"{status['bytes_per_param_down']:.3f} down"
+    )
 
 
 def _state(status: Json) -> str:
@@ -51,7 +58,7 @@ def _state(status: Json) -> str:
 
 
 def _whose_disk(status: Json) -> str:
-    return "syncer's" if status.get("role", "syncer") == "syncer" else f"{status['peer'][:8]}'s"
+    return "the syncer's" if status.get("role", "syncer") == "syncer" else f"{status['peer'][:8]}'s"
 
 
 def _folder_lines(status: Json) -> list[str]:
@@ -75,9 +82,14 @@ def _election_lines(status: Json) -> list[str]:
     names = ", ".join(_elector_text(peer, status) for peer in election["roster"])
     lines = _served_lines(status, election)
     if over:
-        return [*lines, f"{len(election['roster'])} electors: {names}"]
-    lines.append(f"{len(election['roster'])} electors: {names}{_plan_text(election)}")
+        return [*lines, _electors_text(election, names)]
+    lines.append(f"{_electors_text(election, names)}{_plan_text(election)}")
     return [*lines, *_missing_lines(election), *_standby_lines(status, election)]
+
+
+def _electors_text(election: Json, names: str) -> str:
+    number = len(election["roster"])
+    return f"1 elector: {names}" if number == 1 else f"{number} electors: {names}"
 
 
 def _served_lines(status: Json, election: Json) -> list[str]:
@@ -96,7 +108,7 @@ def _served_lines(status: Json, election: Json) -> list[str]:
     follows = election["follows"]
     if follows is not None:
         return [f"{asked}, follows {_plain(follows)[:8]}, which did not answer: {_plain(election['vote'])}"]
-    return [f"nobody serves the run now, says {asked}: {_plain(election['candidacy'])}; {_plain(election['vote'])}"]
+    return [f"nobody serves the run now, says {asked}: {_plain(election['candidacy'])}"]
 
 
 def _lease_text(lease_ms: int) -> str:
@@ -126,11 +138,12 @@ def _missing_lines(election: Json) -> list[str]:
     seats = election.get("electors", [])
     if not seats or (election["role"] != "syncer" and election["follows"] is not None):
         return []
-    gone = [each for each in seats if not each["here"]]
+    is_syncer = election["role"] == "syncer"
+    gone = [_absence_text(each, " in this term" if is_syncer else "") for each in seats if not each["here"]]
     needed = len(seats) // 2 + 1
     if not gone:
         return []
-    said = f"electors that do not answer: {', '.join(map(_absence_text, gone))}"
+    said = f"electors that do not answer: {', '.join(gone)}"
     if len(seats) - len(gone) >= needed:
         return [said]
     back = needed - (len(seats) - len(gone))
@@ -142,9 +155,9 @@ def _missing_lines(election: Json) -> list[str]:
     ]
 
 
-def _absence_text(seat: Json) -> str:
+def _absence_text(seat: Json, never: str) -> str:
     heard = seat["heard_ms"]
-    since = "not heard of yet in this term" if heard is None else f"not heard of for {heard / 1000:.0f} s"
+    since = f"not heard of{never}" if heard is None else f"not heard of for {heard / 1000:.0f} s"
     return f"{_plain(seat['peer'])[:8]} ({since}{', was' + _at(seat) if seat.get('address') else ''})"
 
 

@@ -93,10 +93,13 @@ async def _fetch(invite: Invite, known: Contacts, *, folders: Sequence[RunDir] =
                 return ended
             try:
                 return await _from_directory(session, invite, known, standby)
-            except DirectoryError:
+            except DirectoryError as exc:
                 if ended is not None:
                     return ended
-                raise
+                more = "where a peer of it has been, `geo-diloco status RUN_DIR` tells of a run that is over"
+                if folders:
+                    more = f"{folders[0].root} has not heard of its end"
+                raise DirectoryError(f"{exc}; {more}") from exc
         return syncer or await _from_directory(session, invite, known, standby)
     finally:
         await session.close()
@@ -188,7 +191,6 @@ async def _from_directory(session: Session, invite: Invite, known: Contacts, sta
         if standby is not None:
             return standby
         hint = "" if known.addresses else "; --contact HOST:PORT names a peer to be asked"
-        hint += "; where a peer of it has been, `geo-diloco status RUN_DIR` tells of a run that is over"
         raise DirectoryError(f"no status of run {invite.run[:12]} in {LIMIT_S:.0f} s: {said[-1]}{hint}") from exc
 
 

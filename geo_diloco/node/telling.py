@@ -76,6 +76,7 @@ class Telling:
         if self._serves:
             self._tell_learners(status.learners)
             self._tell_first_commit(status)
+            self._commits = status.num_commits if self._commits < 0 else self._commits
         if is_due:
             self._next_at = now + EVERY_S * 1000
             self._say("run", self._text(status))
@@ -99,7 +100,7 @@ class Telling:
                 self._say("learners", f"{', '.join(names)} {verb}; {_num(len(here), 'learner')} now")
 
     def _tell_first_commit(self, status: PeerStatus) -> None:
-        if self._commits <= 0 < status.num_commits:
+        if self._commits == 0 < status.num_commits:
             self._say("run", f"{_num(status.num_commits, 'commit')}: learners' work is being merged")
             self._commits = status.num_commits
 
@@ -113,8 +114,11 @@ class Telling:
             )
         if status.training is not None:
             return f"{self._training_text(status)}; {run}; {self._syncer_text(status)}"
-        role = "a standby, ready to take over" if self._may_serve else "following"
-        return f"{role}; {run}; {self._syncer_text(status)}"
+        if not self._may_serve:
+            return f"following; {run}; {self._syncer_text(status)}"
+        if self._is_connected() or status.election is None:
+            return f"a standby, ready to take over; {run}; {self._syncer_text(status)}"
+        return f"a standby, and nobody serves now: {status.election.candidacy}; {run}"
 
     def _learners_text(self, status: PeerStatus) -> str:
         here = [each for each in status.learners if each.connected]

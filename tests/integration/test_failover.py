@@ -130,6 +130,12 @@ class ElectedRun(Run):
         assert tokens.merged > 0
 
 
+def told_in(folder: Path) -> list[str]:
+    """What that peer told whoever started it."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [f"{line['topic']}: {line['text']}" for line in lines]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[ElectedRun]:
     made = ElectedRun(tmp_path, num_commits=60)
@@ -147,8 +153,15 @@ def test_when_the_syncer_is_killed_another_goes_on_and_the_killed_one_comes_back
     print(f"commits go on {time.monotonic() - killed_at:.1f} s after the kill")
     run.start_founder()
     run.wait(lambda: run.status_of(run.root / "founder").get("commits", -1) >= run.commits() - 4, "the founder")
-    assert run.status_of(run.root / "founder")["role"] == "follower"
+    follower, (folder, syncer) = run.status_of(run.root / "founder"), run.syncer()
+    assert folder is not None and follower["role"] == "follower" and follower["served_by"]["peer"] == syncer["peer"]
+    assert syncer["served_by"] == {"peer": syncer["peer"], "address": run.http_of(folder)}
+    assert follower["peer"] in [each["peer"] for each in syncer["election"]["standbys"] if each["here"]]
+    told = [line for line in told_in(run.learner_dir(1)) if line.startswith("syncer: following ")]
+    assert told[0].endswith(" in term 1") and told[-1].endswith(" again"), told
     run.wait_ended()
+    for ended in (run.root / "founder", run.learner_dir(1)):
+        assert any(line.startswith("finished: the run is finished (60 commits") for line in told_in(ended)), ended
     assert [learner.returncode for learner in run.learners.values()] == [0, 0]
     run.end()
     run.check()

@@ -103,6 +103,8 @@ def test_a_founder_leaves_at_any_moment_and_goes_on_unheard(started: Started) ->
     time.sleep(0.5)
     assert again.poll() is None, started.said()
     started.leaves(again, signal.SIGINT, signal.SIGINT)
+    back = f"the run waits until this peer is back: `geo-diloco start {started.root / 'run'}`"
+    assert f"leave: nobody could take over: {back}" in started.said()
 
 
 def test_who_waits_for_a_run_that_is_gone_says_so_and_can_leave(started: Started) -> None:

@@ -138,7 +138,7 @@ class Candidacy:
             return Verdict(False, f"bytes of {text(books.record.held)} are lost here")
         offered, level = self._count(now)
         if offered < needed:
-            return Verdict(False, f"{offered} of {needed} electors offer")
+            return Verdict(False, f"{offered} of the {needed} electors needed are here")
         if level < needed:
             return Verdict(False, f"catching up: {offered - level} of {offered} that offer hold more")
         return Verdict(True, f"{level} of {len(roster)} electors hold no more than {text(best.rank)}")

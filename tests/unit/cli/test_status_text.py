@@ -34,7 +34,7 @@ def election(**changed: Any) -> dict[str, Any]:
         "follows": None,
         "vote": "no vote: none",
         "append": "",
-        "candidacy": "1 of 2 electors offer",
+        "candidacy": "1 of the 2 electors needed are here",
         "roster_plan": "3 electors as wanted",
     } | changed
 
@@ -112,7 +112,7 @@ def test_electors_that_are_missing_are_named_and_a_reform_only_where_a_majority_
     lines = said(SERVED, electors=both, append="no lease for 9 s", lease_ms=-9000)
     assert "served by abababab at 192.0.2.1:31340: term 1, no lease for 9.0 s, durable up to seq 84" in lines
     assert "nothing is appended: no lease for 9 s" in lines
-    assert "cdcdcdcd (not heard of yet in this term), efefefef (not heard of for 42 s" in "\n".join(lines)
+    assert "cdcdcdcd (not heard of in this term), efefefef (not heard of for 42 s" in "\n".join(lines)
     assert [line for line in lines if "until 1 of them is back" in line and "geo-diloco reform RUN_DIR" in line]
 
 
@@ -123,7 +123,7 @@ def test_a_standby_says_whom_it_follows_or_that_nobody_serves() -> None:
     assert not any("do not answer" in line or "no learners" in line for line in lines), "it can't know"
     gone = [seat(A, heard_ms=None, here=False), seat(B, heard_ms=None, here=False), seat(C)]
     lines = said(standby | {"served_by": None}, role="peer", electors=gone, standbys=[seat(C)])
-    assert "nobody serves the run now, says efefefef, a standby: 1 of 2 electors offer; no vote: none" in lines
+    assert "nobody serves the run now, says efefefef, a standby: 1 of the 2 electors needed are here" in lines
     assert any("geo-diloco reform" in line for line in lines)
 
 

@@ -94,6 +94,10 @@ def test_a_run_that_no_folder_knows_the_end_of_is_looked_for(tmp_path: Path) -> 
     going_on = folder(tmp_path / "learner", finished=False)
     with pytest.raises(DirectoryError, match="the directory is asked"):
         asking.folder_status(going_on)
+    with pytest.raises(DirectoryError, match=r"learner has not heard of its end"):
+        asking.folder_status(going_on)
+    with pytest.raises(DirectoryError, match=r"`geo-diloco status RUN_DIR` tells of a run that is over"):
+        asking.fetch_status(LOCAL)
     (going_on / "chain.jsonl").write_bytes(b"damaged\nthroughout\n")
     with pytest.raises(DirectoryError, match="the directory is asked"):
         asking.folder_status(going_on)

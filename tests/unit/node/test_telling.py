@@ -43,6 +43,7 @@ class Peer:
             "waiting": (),
             "training": None,
             "uplink": "",
+            "election": SimpleNamespace(candidacy="1 of the 2 electors needed are here"),
         }
         self.file = folder / "log.jsonl"
         driver: Any = self
@@ -139,6 +140,26 @@ def test_a_standby_says_that_it_is_one_and_when_it_takes_over(peer: Peer) -> Non
     assert peer.look(5) == ["syncer: this peer serves the run now, in term 2"], "soon after it began, too"
     peer.serves = False
     assert peer.look(5) == ["run: a standby, ready to take over; 25% of the run is done, 0 commits; cccccccc serves"]
+
+
+def test_a_standby_that_can_not_take_over_says_why(peer: Peer) -> None:
+    peer.is_connected = False
+    said = "a standby, and nobody serves now: 1 of the 2 electors needed are here; 25% of the run is done, 0 commits"
+    assert peer.look(FIRST_S) == [f"run: {said}"]
+
+
+def test_who_takes_over_in_the_midst_of_a_run_does_not_tell_of_first_commits(peer: Peer) -> None:
+    peer.look(FIRST_S, num_commits=17)
+    peer.serves = True
+    assert [line.partition(":")[0] for line in peer.look(5, num_commits=18)] == ["syncer"]
+    other = peer.telling = Telling(
+        peer,  # type: ignore[arg-type]
+        EventLog(peer.file),
+        folder=peer.file.parent,
+        may_serve=True,
+        is_connected=lambda: True,
+    )
+    assert peer.look(1) == [] and other.num_rounds == 0
 
 
 @pytest.mark.parametrize("may_serve", [True, False])

@@ -67,7 +67,7 @@ def vote_of(bench: Bench, sender: PeerId, on: Head, *, term: int = 2, **lies: ob
 def test_it_asks_when_fresh_offers_of_a_majority_hold_no_more_than_it() -> None:
     bench = candidate(served())
     bench.wait(2 * DELAY_MS)
-    assert bench.machine.status(bench.now).candidacy == "1 of 2 electors offer"
+    assert bench.machine.status(bench.now).candidacy == "1 of the 2 electors needed are here"
     offer(bench, C)
     assert asks(bench.wait(DELAY_MS)) == [A, C]
     assert bench.machine.record.term == 2 and bench.machine.record.voted_for == boot(B)
@@ -79,7 +79,7 @@ def test_offers_grow_old() -> None:
     bench.wait(OFFER_FRESH_MS)
     offer(bench, D)
     assert asks(bench.wait(2 * DELAY_MS)) == []
-    assert bench.machine.status(bench.now).candidacy == "2 of 3 electors offer"
+    assert bench.machine.status(bench.now).candidacy == "2 of the 3 electors needed are here"
 
 
 def test_offers_of_those_off_the_roster_or_with_another_disk_or_bound_count_nothing() -> None:
