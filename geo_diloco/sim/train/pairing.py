@@ -1,5 +1,5 @@
-"""How much worse is one arm than another, seed by seed: losses of two seeds are on different held-out documents, so only
-what differs within a seed says anything."""
+"""How much worse is one arm than another, seed by seed: losses of two seeds are on different held-out documents, so
+only what differs within a seed says anything."""
 
 from __future__ import annotations
 
