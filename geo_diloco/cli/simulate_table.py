@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from geo_diloco.sim.train.comparing import mean_loss
+from geo_diloco.sim.train.pairing import difference
 
 if TYPE_CHECKING:
     from geo_diloco.sim.train.comparing import ArmResult
@@ -25,14 +26,19 @@ def table(results: Sequence[ArmResult]) -> str:
     grid = Table(show_edge=False, pad_edge=False)
     grid.add_column("arm", overflow="fold", max_width=60)
     seeds = list(dict.fromkeys(result.seed for result in results))
+    arms = list(dict.fromkeys(result.arm for result in results))
     headings = [f"seed {seed}" for seed in seeds] + (["mean"] if len(seeds) > 1 else [])
     if any(result.accuracy is not None for result in results):
         headings.append("accuracy")
+    headings += ["against the first"] if len(arms) > 1 else []
     headings += ["merged", "carried", "dropped", "commits", "of", "B/param up, down", "MB up, down", "virtual", "wall"]
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
-    for arm in dict.fromkeys(result.arm for result in results):
-        grid.add_row(Text(arm), *_cells([result for result in results if result.arm == arm]))
+    first = [result.heldout for result in results if result.arm == arms[0]]
+    for arm in arms:
+        runs = [result for result in results if result.arm == arm]
+        against = [] if len(arms) == 1 else [_against(runs, None if arm == arms[0] else first)]
+        grid.add_row(Text(arm), *_losses(runs), *against, *_cells(runs))
     unbalanced = [result.arm for result in results if not result.tokens_balance]
     written = io.StringIO()
     console = Console(file=written, width=WIDTH, highlight=False)
@@ -44,16 +50,25 @@ def table(results: Sequence[ArmResult]) -> str:
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def _cells(runs: Sequence[ArmResult]) -> list[str]:
+def _losses(runs: Sequence[ArmResult]) -> list[str]:
     losses = [run.heldout for run in runs]
-    cells = [_loss(loss) for loss in losses]
-    if len(losses) > 1:
-        cells.append(_loss(mean_loss(losses)))
+    cells = [_loss(loss) for loss in losses] + ([_loss(mean_loss(losses))] if len(losses) > 1 else [])
     accuracies = [run.accuracy for run in runs if run.accuracy is not None]
-    if accuracies:
-        cells.append(f"{_mean(accuracies):.1%}")
+    return cells + ([f"{_mean(accuracies):.1%}"] if accuracies else [])
+
+
+def _against(runs: Sequence[ArmResult], first: Sequence[float | None] | None) -> str:
+    """The mean of the differences within each seed, and the half of its 95 % interval."""
+    paired = None if first is None else difference([run.heldout for run in runs], first)
+    if paired is None:
+        return "-"
+    margin = "" if paired.margin is None else f" +- {100 * paired.margin:.2f}"
+    return f"{100 * paired.mean:+.2f}{margin} %"
+
+
+def _cells(runs: Sequence[ArmResult]) -> list[str]:
     trained = sum(run.tokens_trained for run in runs)
-    cells += [
+    cells = [
         f"{sum(tokens) / trained:.1%}"
         for tokens in (
             [run.tokens_merged for run in runs],

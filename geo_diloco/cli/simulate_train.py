@@ -37,7 +37,7 @@ def train(
             "--arm",
             metavar="KIND[:KEY=VALUE,...]",
             help="Several times: decoupled, diloco or data-parallel, with settings, as decoupled:K=1,kappa=0,"
-            "codec_up=int8. [default: one of each]",
+            "codec_up=int8; links=0.01 makes all links so much thinner. [default: one of each]",
         ),
     ] = None,
     model: Annotated[

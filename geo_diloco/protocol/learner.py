@@ -202,9 +202,11 @@ class Learner:
         return self._sample_if_ready(message.fragment)
 
     def _sample_if_ready(self, fragment: FragmentId) -> list[Effect]:
-        """Sample once the asked-for version is adopted and at least one inner step was done on it. What was refused is
-        tried again, with what was trained since, if the round is still open then; H steps later at the earliest, so
-        that a learner whose work is never accepted does not spend its link on it."""
+        """Sample once the asked-for version is adopted, at the next inner-step boundary; one step is done on it
+        by then. It is ordered before that step: who takes longer for one than a round lasts has another version
+        to adopt at every boundary, and its sample must come first. What was refused is tried again, with what was
+        trained since, if the round is still open then; H steps later at the earliest, so that a learner whose work is
+        never accepted does not spend its link on it."""
         asked = self._asked.get(fragment)
         account = self.accounts[fragment]
         if asked is None or fragment in self._sampling or fragment in self._encoding:
@@ -215,8 +217,6 @@ class Learner:
             del self._asked[fragment]
             return []
         if account.adopted_version < asked.version or self._adoptions.is_ordered(fragment):
-            return []
-        if self.step <= account.adopted_step:
             return []
         if self.step < self._again_at.get(fragment, 0) or not self._has_room(fragment):
             return []
@@ -240,6 +240,8 @@ class Learner:
             return []
         account = self.accounts[event.fragment]
         self._boundary(event.step, event.tokens, event.cursor)
+        if event.step <= account.adopted_step:
+            return []  # the last orders of a process are carried out without a step before them
         self._sampled_at[event.fragment] = event.step
         steps, tokens = event.step - account.adopted_step, event.tokens - account.adopted_tokens
         undecided = account.sample(event.step, event.tokens)

@@ -18,6 +18,7 @@ from geo_diloco.protocol.holdings import Holdings
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Membership, moving_average
 from geo_diloco.protocol.messages import Commit, RoundOpen, Sampled
+from geo_diloco.protocol.patience import Patience
 from geo_diloco.protocol.quorum import decide
 from geo_diloco.protocol.rounds import Closing, Round, close_round, merge_inputs
 from geo_diloco.protocol.schedule import MICRO, InnerClock, Turns
@@ -41,6 +42,7 @@ class OpenRounds:
         self._number = 0
         self._clock = InnerClock()
         self._turns = Turns(rules.sync, ())
+        self._patience = Patience(rules.sync.interval_steps)
         self._estimates = Estimates()
         self._outlook: Outlook | None = None
         self._remembered: deque[RoundStatus] = deque(maxlen=ROUNDS_REMEMBERED)
@@ -76,6 +78,8 @@ class OpenRounds:
     def waits(self, now: MonoMs, *, is_ending: bool) -> list[MonoMs]:
         """When to look again, though nothing happens. Nobody is woken for a fragment that can't be opened then."""
         waits = [at for round_ in self._rounds.values() for at in (round_.retry_at, round_.look_at) if at is not None]
+        if (end := self._patience.next_end) is not None and (wait_ms := self._clock.ms_until(end)) is not None:
+            waits.append(MonoMs(now + max(1, wait_ms)))
         due = self._turns.next_due
         has_room = len(self._rounds) < self.rules.sync.rounds_in_flight_max
         if due is not None and has_room and not is_ending and self._membership.num_live(now):
@@ -136,8 +140,16 @@ class OpenRounds:
             self._membership.sampled(peer, message.fragment, opened_at=round_.opened_at, now=now)
             self._count(round_, peer)
 
+    def delivered(self, peer: PeerId) -> None:
+        """Some work of it became valid."""
+        self._patience.begin_again(peer)
+
     def _count_changed(self) -> None:
-        for peer in self._membership.take_changed():
+        changed = self._membership.take_changed()
+        for peer in changed:
+            if self._membership.live_member(peer) is None:
+                self._patience.begin_again(peer)
+        for peer in [*changed, *self._patience.take_changed(self._clock.micro_steps)]:
             for round_ in self._rounds.values():
                 self._count(round_, peer)
         for fragment, peer in self._holdings.take_changed():
@@ -147,6 +159,9 @@ class OpenRounds:
     def _count(self, round_: Round, peer: PeerId) -> None:
         live, item = self._membership.live_member(peer), self._holdings.of_fragment(round_.fragment).get(peer)
         standing = standing_of(live, item, base=round_.base, sampled_ms=round_.sampled.get(peer))
+        if standing is not None and standing.is_missing:
+            self._patience.awaited(peer, self._clock.micro_steps)
+            standing = replace(standing, is_given_up=self._patience.is_over(peer))
         if round_.tally.look(peer, standing):
             round_.touched = True
 

@@ -29,6 +29,8 @@ class RoundFacts:
     """Learners that train and are heard of."""
     missing: int
     """Live learners that have not delivered and still could."""
+    given_up: int
+    """Those of them that have been awaited for long and delivered nothing (`patience`)."""
     expected_missing: int
     """Those of them whose habits predict delivery before the window ends, from when they said that they sampled if they
     did; and those without habits."""
@@ -69,12 +71,13 @@ def decide(facts: RoundFacts, sync: SyncSpec) -> Decision:
 
 def _below_quorum(facts: RoundFacts, sync: SyncSpec) -> Decision:
     waiting = Decision(False, f"quorum: {facts.fresh} of {sync.quorum} fresh, {facts.live} live")
-    only_late_left = facts.live > 0 and facts.missing == 0 and facts.late > 0
+    only_late_left = facts.live > 0 and facts.missing == facts.given_up and facts.late > 0
     if not only_late_left or facts.fresh + facts.late < sync.quorum or facts.due_again_at is None:
         return waiting
     until = MonoMs(facts.opened_at + int(sync.grace_gamma * max(0, facts.due_again_at - facts.opened_at)))
     if facts.now >= until:
-        return Decision(True, f"only late work: {facts.late} contributions")
+        never = f", {facts.given_up} never deliver" if facts.given_up else ""
+        return Decision(True, f"only late work: {facts.late} contributions{never}")
     return Decision(False, f"only late work so far: {facts.late} contributions", until)
 
 

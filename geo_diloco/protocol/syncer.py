@@ -298,6 +298,7 @@ class Syncer:
         item, effects = self._holdings.checked(event)
         if item is not None:
             self._membership.delivered(event.id.peer, event.id.fragment, now)
+            self._rounds.delivered(event.id.peer)
         return effects
 
     # -- rounds ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,13 @@ class Standing:
     work will be here by its habits, in milliseconds."""
     is_slow: bool = False
     """`fresh`: its link does not keep up with every round."""
+    is_given_up: bool = False
+    """Not delivered, as ever: it has been awaited for long."""
+
+    @property
+    def is_missing(self) -> bool:
+        """It has not delivered, and could."""
+        return self.kind not in ("fresh", "late")
 
 
 def standing_of(live: Member | None, item: Held | None, *, base: Digest, sampled_ms: int | None) -> Standing | None:
@@ -92,6 +99,7 @@ class Tally:
     """Step times of those who delivered fresh work, sorted."""
     num_slow: int = 0
     """Of those who delivered fresh work: whose link does not keep up."""
+    _given_up: int = 0
     _coming_ms: list[int] = field(default_factory=list)
     """Of those who said that they sampled, or announced, sorted."""
     _resting_ms: list[int] = field(default_factory=list)
@@ -118,6 +126,7 @@ class Tally:
         return True
 
     def _count(self, standing: Standing, one: Literal[1, -1]) -> None:
+        self._given_up += one if standing.is_given_up else 0
         match standing.kind:
             case "late":
                 self._late += one
@@ -151,6 +160,7 @@ class Tally:
             late=self._late,
             live=outlook.live,
             missing=len(self._coming_ms) + len(self._resting_ms) + len(self._habits_ms),
+            given_up=self._given_up,
             expected_missing=self._expected(
                 window_ms(opened_at, quorum_at, due_again_at, sync, was_due=was_due), was_due=was_due
             ),

@@ -72,7 +72,7 @@ class LearnHands:
         if isinstance(event, Saved) and replica is not None:
             self._replicas[event.save] = replica
         process.handle(event)
-        if isinstance(event, SampleTaken) and delta is not None:
+        if isinstance(event, SampleTaken) and delta is not None and not process.host.plan.is_mute:
             process.on_fold(lambda: self._encode(event, delta))
 
     def _encode(self, event: SampleTaken, delta: Work) -> None:

@@ -36,6 +36,8 @@ class HostPlan:
     """How long an inner step takes; 0: it does not train."""
     upload_ms: int = 0
     """How long an upload takes, give or take a twentieth; 0: as any blob in that plan."""
+    is_mute: bool = False
+    """It trains, follows and says how far it is, and what it samples it never hands in."""
     serves: bool = False
     """Can be dialed, and may be syncer."""
     elects: bool = False

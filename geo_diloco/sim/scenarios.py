@@ -141,7 +141,7 @@ def _hosts(text: str) -> list[HostPlan]:
 def _host(text: str) -> HostPlan:
     kind, *numbers = text.split()
     rate_ppm = next((int(each) for each in numbers if each[0] in "+-"), 0)
-    step_ms = next((int(each) for each in numbers if each[0] not in "+-^"), 0)
+    step_ms = next((int(each) for each in numbers if each.isdecimal()), 0)
     upload_ms = next((int(each[1:]) for each in numbers if each[0] == "^"), 0)
     match kind:
         case "founder":
@@ -151,7 +151,7 @@ def _host(text: str) -> HostPlan:
         case "elector":
             return HostPlan(step_ms=step_ms, elects=True, rate_ppm=rate_ppm, upload_ms=upload_ms)
         case "learner":
-            return HostPlan(step_ms=step_ms, rate_ppm=rate_ppm, upload_ms=upload_ms)
+            return HostPlan(step_ms=step_ms, rate_ppm=rate_ppm, upload_ms=upload_ms, is_mute="mute" in numbers)
         case "follower":
             return HostPlan(rate_ppm=rate_ppm)
         case _:

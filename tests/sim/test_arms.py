@@ -6,6 +6,7 @@ import pytest
 
 from geo_diloco.errors import ConfigError
 from geo_diloco.sim.train.arms import Arm, arms_from, base_manifest
+from geo_diloco.sim.train.fleet import Fleet, Machine
 
 STEP_OF_FOUR = 4 * 1024
 
@@ -58,6 +59,17 @@ def test_in_lockstep_all_learners_are_the_quorum() -> None:
     assert (sync.lockstep, sync.quorum) == (True, 4)
 
 
+@pytest.mark.parametrize("kind", ["decoupled", "diloco", "data-parallel"])
+def test_an_arm_may_have_thinner_links_and_the_same_manifest(kind: str) -> None:
+    thin = arm(f"{kind}:links=0.01")
+    assert (thin.links, thin.manifest) == (0.01, arm(kind).manifest)
+    assert arm(kind).links == 1.0
+    machine = Machine(step_ms=100, up_mbit=10.0, down_mbit=50.0, delay_ms=20)
+    assert Fleet(machines=(machine,)).with_links(thin.links).machines == (
+        Machine(step_ms=100, up_mbit=0.1, down_mbit=0.5, delay_ms=20),
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -73,6 +85,9 @@ def test_in_lockstep_all_learners_are_the_quorum() -> None:
         ("decoupled:codec_up=int7", 'codec.up.name = "int7"; allowed is one of "none", "bf16", "int8", "int4"'),
         ("decoupled:block_down=100", "codec.down.block = 100; allowed is a power of two"),
         ("decoupled:tau=24", r"sync.overlap_steps = 24; allowed is less than sync.interval_steps \(24\)"),
+        ("decoupled:links=0", "links = 0; allowed is a number from 1e-06 to"),
+        ("diloco:links=on", "links = true; allowed is a number from"),
+        ("decoupled:links=2,links=3", "links is given twice; give it once"),
         ("decoupled:quorum=5", "quorum = 5; allowed is a whole number from 1 to 4, all learners"),
     ],
 )

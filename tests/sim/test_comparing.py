@@ -37,6 +37,12 @@ def test_a_baseline_waits_for_the_slowest_machine_and_link_at_every_exchange(kin
     assert result.tokens_trained == result.tokens_merged == TOKENS
 
 
+def test_an_arm_with_thinner_links_trains_alike_and_waits_for_them() -> None:
+    as_given, thin = (run_arm(replace(arm("diloco"), links=links), fleet(100, 100), 1) for links in (1.0, 0.01))
+    assert (as_given.heldout, as_given.bytes_up) == (thin.heldout, thin.bytes_up)
+    assert thin.virtual_ms > as_given.virtual_ms
+
+
 def test_arms_begin_at_the_same_theta_and_end_at_the_same_tokens() -> None:
     results = [run_arm(arm(kind), fleet(100, 100), 3) for kind in ("decoupled", "diloco", "data-parallel")]
     assert len({result.curve[0] for result in results}) == 1

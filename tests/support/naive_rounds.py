@@ -5,13 +5,14 @@ The reference for `membership`, `tally` and `open_rounds`; it looks at the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from geo_diloco.manifest import FragmentId, MonoMs, PeerId, SyncSpec
 from geo_diloco.protocol import plausibility
 from geo_diloco.protocol.holdings import Held
 from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, LIVE_STEPS, Member, Membership
 from geo_diloco.protocol.open_rounds import OpenRounds
+from geo_diloco.protocol.patience import INTERVALS
 from geo_diloco.protocol.plausibility import Pace, lower_median
 from geo_diloco.protocol.quorum import Decision, RoundFacts, decide
 from geo_diloco.protocol.rounds import Round
@@ -54,6 +55,10 @@ class Naive:
     syncer: Syncer
     quorum_at: dict[int, MonoMs | None] = field(default_factory=dict)
     """By number of round."""
+    awaited: dict[PeerId, int] = field(default_factory=dict)
+    """Since which reading of the inner clock, without a delivery."""
+    delivered: list[Held] = field(default_factory=list)
+    """All that was valid after some event, in this term."""
 
     @property
     def _sync(self) -> SyncSpec:
@@ -69,6 +74,31 @@ class Naive:
 
     def live(self, now: MonoMs) -> list[Member]:
         return live(self._membership.all(), now)
+
+    def look(self, now: MonoMs) -> None:
+        """Once after every event: who has delivered, who is away, who is awaited."""
+        here = {each.peer: each for each in self.live(now)}
+        for held in self._held().values():
+            for peer, item in held.items():
+                if item.ready and not any(item is each for each in self.delivered):
+                    self.delivered.append(item)
+                    self.awaited.pop(peer, None)
+        self.awaited = {peer: since for peer, since in self.awaited.items() if peer in here}
+        for round_ in self._rounds._rounds.values():
+            for member in here.values():
+                if _could_deliver(member, round_, self._held()[round_.fragment]):
+                    self.awaited.setdefault(member.peer, self._rounds._clock.micro_steps)
+
+    def _held(self) -> dict[FragmentId, dict[PeerId, Held]]:
+        fragments = [FragmentId(p) for p in range(len(self.syncer.ledger.heads))]
+        return {fragment: self.syncer._holdings.of_fragment(fragment) for fragment in fragments}
+
+    def given_up(self, peer: PeerId) -> bool:
+        since = self.awaited.get(peer)
+        return since is not None and self._end(since) <= self._rounds._clock.micro_steps
+
+    def _end(self, since: int) -> int:
+        return since + INTERVALS * self._sync.interval_steps * MICRO
 
     def facts(self, round_: Round, now: MonoMs) -> RoundFacts:
         held, here = self.syncer._holdings.of_fragment(round_.fragment), self.live(now)
@@ -88,6 +118,7 @@ class Naive:
             late=len(ready) - len(fresh),
             live=len(here),
             missing=len(missing),
+            given_up=sum(self.given_up(each.peer) for each in missing),
             expected_missing=sum(
                 _expected(each, round_, held, due_again_at, self._sync, quorum_ms) for each in missing
             ),
@@ -103,7 +134,10 @@ class Naive:
         members = {each.peer: each for each in self._membership.all()}
         for peer in sorted(members.keys() | held.keys()):
             live = self._membership.live_member(peer)
-            tally.look(peer, standing_of(live, held.get(peer), base=round_.base, sampled_ms=round_.sampled.get(peer)))
+            standing = standing_of(live, held.get(peer), base=round_.base, sampled_ms=round_.sampled.get(peer))
+            if standing is not None and standing.is_missing:
+                standing = replace(standing, is_given_up=self.given_up(peer))
+            tally.look(peer, standing)
         return tally
 
     def _quorum_at(self, round_: Round, fresh: int, now: MonoMs) -> MonoMs | None:
@@ -126,6 +160,9 @@ class Naive:
         waits.append(away_until(self._membership.all()))
         for round_ in rounds._rounds.values():
             waits += [round_.retry_at, round_.look_at]
+        ends = [self._end(since) for peer, since in self.awaited.items() if not self.given_up(peer)]
+        end_ms = rounds._clock.ms_until(min(ends)) if ends else None
+        waits.append(None if end_ms is None else now + max(1, end_ms))
         has_room = len(rounds._rounds) < self._sync.rounds_in_flight_max
         for p in range(len(syncer.ledger.heads)) if has_room and self.live(now) else ():
             if rounds.get(FragmentId(p)) is None:

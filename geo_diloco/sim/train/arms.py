@@ -3,7 +3,8 @@
     decoupled:quorum=1,kappa=0,codec_up=int8        diloco:H=48        data-parallel:learning_rate=3e-3
 
 Keys are the manifest's, or the paper's letters for them; whatever is not said is as in the demo. Every arm becomes a
-run manifest, and is checked as one, so an arm can't ask for what a run could not.
+run manifest, and is checked as one, so an arm can't ask for what a run could not. `links` alone is not of the manifest:
+the rates of everybody's link, up and down, times that number.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ _KEYS: dict[ArmKind, dict[str, tuple[str, str]]] = {
     "decoupled": _INNER | _OUTER | {key: ("sync", key) for key in _SYNC_KEYS} | _LEGS,
 }
 """Per kind of arm: what may be set, and where it stands in the manifest."""
+_LINKS = "links"
+_LINKS_RANGE = (1e-6, 1e6)
 _LETTERS = {
     "H": "interval_steps",
     "K": "quorum",
@@ -73,6 +76,8 @@ class Arm:
     text: str
     kind: ArmKind
     manifest: RunManifest
+    links: float = 1.0
+    """What the fleet's rates are multiplied by."""
 
     def seeded(self, seed: int) -> RunManifest:
         """Theta_0, the order of the data and which documents are held out, all from the seed."""
@@ -122,18 +127,27 @@ def _arm(text: str, base: RunManifest, num_learners: int) -> Arm:
         if key in changes.setdefault(section, {}):
             raise ConfigError(f"--arm {text}: {key} is given twice; give it once")
         changes[section][key] = value
+    links = _links(changes.pop(_LINKS, {}), text)
     try:
         manifest = changed_manifest(base, changes, source=f"--arm {text}")
     except ManifestError as exc:
         raise ConfigError(str(exc)) from exc
     _check_quorum(manifest, text, num_learners)
-    return Arm(text=text, kind=kind, manifest=manifest)
+    return Arm(text=text, kind=kind, manifest=manifest, links=links)
+
+
+def _links(given: dict[str, Any], text: str) -> float:
+    links = given.get(_LINKS, 1.0)
+    low, high = _LINKS_RANGE
+    if not isinstance(links, int | float) or isinstance(links, bool) or not low <= links <= high:
+        raise ConfigError(f"--arm {text}: links = {shown(links)}; allowed is a number from {low:g} to {high:g}")
+    return float(links)
 
 
 def _setting(setting: str, text: str, kind: ArmKind) -> tuple[str, str, Any]:
     """(section, key, value) of `key=value`."""
     written, equals, value = setting.partition("=")
-    known = _KEYS[kind]
+    known = _KEYS[kind] | {_LINKS: (_LINKS, _LINKS)}
     key = _LETTERS.get(written, written)
     if not equals:
         raise ConfigError(f"--arm {text}: {shown(setting)} is no setting; write key=value, several with commas")

@@ -18,6 +18,7 @@ from geo_diloco.errors import ConfigError
 from geo_diloco.manifest import RunManifest
 from geo_diloco.sim.train.arms import Arm
 from geo_diloco.sim.train.fleet import Fleet
+from geo_diloco.sim.train.pairing import difference
 from geo_diloco.sim.train.run import CurvePoint, Gauge, Simulation
 from geo_diloco.tape.figures import TokenFigures, chain_figures, token_figures
 from geo_diloco.training.baselines import BaselineResult, Watch, data_parallel, synchronous_diloco
@@ -71,6 +72,7 @@ class ArmResult:
 
 def run_arm(arm: Arm, fleet: Fleet, seed: int, *, num_points: int = NUM_POINTS) -> ArmResult:
     """One arm with one seed; deterministic but for `wall_s`. Uses one thread. Raises ConfigError if it gets stuck."""
+    fleet = fleet.with_links(arm.links)
     if arm.kind == "decoupled":
         return _decoupled(arm, fleet, seed, num_points)
     return _baseline(arm, fleet, seed, num_points)
@@ -186,11 +188,15 @@ class _SlowestClock:
 
 
 def summarize(arms: tuple[Arm, ...], results: list[ArmResult], facts: dict[str, Any]) -> dict[str, Any]:
-    """The last line of `--json`: for each arm its held-out losses, in the order of the seeds, and their mean."""
+    """The last line of `--json`: for each arm its held-out losses, in the order of the seeds, their mean, and how far
+    they are from the first arm's."""
     rows = []
+    losses_of = {arm.text: [each.heldout for each in results if each.arm == arm.text] for arm in arms}
     for arm in arms:
-        losses = [each.heldout for each in results if each.arm == arm.text]
-        row = {"arm": arm.text, "heldout": losses, "heldout_mean": mean_loss(losses)}
+        losses = losses_of[arm.text]
+        paired = None if arm is arms[0] else difference(losses, losses_of[arms[0].text])
+        against = None if paired is None else asdict(paired)
+        row = {"arm": arm.text, "heldout": losses, "heldout_mean": mean_loss(losses), "against_first": against}
         accuracies = [each.accuracy for each in results if each.arm == arm.text]
         if any(accuracy is not None for accuracy in accuracies):
             row |= {"accuracy": accuracies, "accuracy_mean": mean_loss(accuracies)}

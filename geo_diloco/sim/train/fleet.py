@@ -6,7 +6,7 @@ takes size / rate + delay, a message the delay alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from geo_diloco.config import Fault
 
@@ -47,6 +47,13 @@ class Fleet:
     @property
     def slowest_step_ms(self) -> int:
         return max(machine.step_ms for machine in self.machines)
+
+    def with_links(self, factor: float) -> Fleet:
+        """Every link's rates times that."""
+        machines = (
+            replace(each, up_mbit=factor * each.up_mbit, down_mbit=factor * each.down_mbit) for each in self.machines
+        )
+        return replace(self, machines=tuple(machines))
 
     def exchange_ms(self, num_bytes: int) -> int:
         """How long all learners together take for an all-to-one exchange that everybody waits for: the bytes up, and

@@ -107,7 +107,13 @@ def test_json_lines_are_one_for_each_arm_and_seed_and_a_summary(
     ]
     assert lines[0]["curve"] == [[0, 0, 5.5], [4096, 9000, 2.0]]
     summary = lines[-1]
-    assert summary["arms"][0] == {"arm": "diloco", "heldout": [2.0, 3.0], "heldout_mean": 2.5}
+    assert summary["arms"][0] == {
+        "arm": "diloco",
+        "heldout": [2.0, 3.0],
+        "heldout_mean": 2.5,
+        "against_first": None,
+    }
+    assert summary["arms"][1]["against_first"] == {"by_seed": [0.0, 0.0], "mean": 0.0, "margin": 0.0}
     assert (summary["summary"], summary["seeds"], summary["tokens_balance"]) == (True, [0, 1], True)
 
 
@@ -170,14 +176,16 @@ def test_faults_in_lockstep_are_refused(
 
 
 def test_the_table_has_a_row_for_each_arm_with_every_seed_and_the_mean() -> None:
-    runs = [result(arm, seed, 2.0 + seed) for seed in (0, 1) for arm in ("decoupled:K=1", "diloco")]
+    runs = [result("diloco", seed, 1.0 + seed) for seed in (1, 2)]
+    runs += [result("decoupled:K=1", 1, 2.0), result("decoupled:K=1", 2, 3.03)]
     lines = table(runs).splitlines()
     assert "at 4,096 tokens trained" in lines[0]
     row = next(line for line in lines if line.startswith("decoupled:K=1"))
     cells = [cell.strip() for cell in row.split("│")]
-    assert cells[1:4] == ["2.0000", "3.0000", "2.5000"]
-    assert cells[4:9] == ["75.0%", "25.0%", "0.0%", "7", "3.50"]
-    assert cells[9:] == ["0.460, 0.470", "1.5, 6.0", "9 s", "3 s"]
+    assert cells[1:4] == ["2.0000", "3.0300", "2.5150"]
+    assert cells[4] == "+0.50 +- 6.35 %", "0 and 1 %: t is 12.7 with two seeds"
+    assert cells[5:10] == ["75.0%", "25.0%", "0.0%", "7", "3.50"]
+    assert cells[10:] == ["0.460, 0.470", "1.5, 6.0", "9 s", "3 s"]
     assert lines[-1].endswith("carried + dropped): yes")
 
 

@@ -39,11 +39,27 @@ from tests.support.single import P0, Learning, adopt, begun, handed_in, of, only
 # ---- rounds
 
 
-def test_it_samples_when_asked_and_at_least_one_step_was_done_on_the_version() -> None:
+def test_it_samples_at_the_next_boundary_after_it_was_asked_and_has_adopted_the_version() -> None:
     learning, _ = begun()
-    assert only(learning.hear(learning.asked()), TakeSample) == []
-    assert only(learning.train(), TakeSample) == [TakeSample(P0, 1)]
+    assert only(learning.hear(learning.asked()), TakeSample) == [TakeSample(P0, 1)]
     assert only(learning.train(), TakeSample) == [], "asked once, sampled once"
+
+
+def test_whoever_has_a_version_to_adopt_at_every_boundary_samples_before_it_adopts() -> None:
+    """An inner step takes longer than a round: the question is older than the adoption, the next version is there
+    before the next boundary."""
+    learning, chain = begun()
+    learning.train()
+    take(learning, chain.commit(0))
+    assert only(learning.hear(learning.asked()) + learning.train(), TakeSample) == []
+    assert only(adopt(learning, 1), TakeSample) == [TakeSample(P0, 1)]
+
+
+def test_a_sample_without_a_step_on_the_version_hands_in_nothing() -> None:
+    learning, _ = begun()
+    learning.hear(learning.asked())
+    effects = learning.sample()
+    assert said(effects, Sampled) == said(effects, Contribution) == []
 
 
 def test_the_contribution_says_what_it_stands_for() -> None:
@@ -67,9 +83,7 @@ def test_the_contribution_says_what_it_stands_for() -> None:
 def test_a_question_twice_or_again_is_answered_by_one_sample() -> None:
     learning, _ = begun()
     asked = learning.asked()
-    learning.hear(asked)
-    learning.hear(asked)
-    assert len(only(learning.train(), TakeSample)) == 1
+    assert len(only(learning.hear(asked) + learning.hear(asked) + learning.train(), TakeSample)) == 1
     learning.hear(asked)
     learning.sample()
     effects = learning.hear(replace(asked, attempt=2)) + learning.train(20)
@@ -92,8 +106,7 @@ def test_it_does_not_sample_what_it_is_about_to_adopt() -> None:
     learning.train()
     take(learning, chain.commit(0))
     assert only(learning.hear(learning.asked()) + learning.train(), TakeSample) == []
-    adopt(learning, 1)
-    assert only(learning.train(), TakeSample) == [TakeSample(P0, 1)]
+    assert only(adopt(learning, 1), TakeSample) == [TakeSample(P0, 1)]
 
 
 def test_a_question_about_no_fragment_of_this_run_is_ignored() -> None:
@@ -144,9 +157,8 @@ def test_one_upload_at_a_time_and_the_newest_round_first() -> None:
 def test_until_a_rate_is_measured_there_is_one_sample_on_its_way() -> None:
     learning = Learning(ChainBuilder.opened((10, 10, 10)).snapshot(), replace(SYNC, num_fragments=3))
     learning.connect()
-    for fragment in range(3):
-        learning.hear(learning.asked(fragment, fragment + 1))
-    assert only(learning.train(), TakeSample) == [TakeSample(P0, 1)]
+    asked = [effect for p in range(3) for effect in learning.hear(learning.asked(p, p + 1))]
+    assert only(asked + learning.train(), TakeSample) == [TakeSample(P0, 1)]
     (upload,) = only(learning.sample(0, 1), Upload)
     assert only(learning.train(3), TakeSample) == []
     learning.give(UploadDone(upload.blob, FAST))

@@ -49,6 +49,7 @@ class Compared(Syncing):
     def compare(self, naive: Naive, now: MonoMs) -> None:
         membership, rounds = naive.syncer._membership, naive.syncer._rounds
         here = naive.live(now)
+        naive.look(now)
         assert membership.live(now) == here and membership.num_live(now) == len(here)
         assert membership.median_us(told=False) == slower_median([each.step_time_us for each in here])
         assert rounds._clock.pace == pace(here)
