@@ -154,10 +154,10 @@ class Telling:
         facts = [f"{_num(status.num_commits, 'commit')}, {status.tokens_total} tokens merged", _loss_text(status)]
         if status.training is not None:
             facts.append(f"this learner: {self._training_text(status)}")
-        if self._may_serve:
-            facts.append(
-                f"once this process has left: geo-diloco export {shlex.quote(str(self._folder))} --to my-model"
-            )
+        beside = self._folder / "standby"  # of a learner that others can reach
+        if self._may_serve or beside.is_dir():
+            folder = shlex.quote(str(self._folder if self._may_serve else beside))
+            facts.append(f"once this process has left: geo-diloco export {folder} --to my-model")
         else:
             facts.append("the model is with the founder and the standbys: geo-diloco export RUN_DIR --to my-model")
         return f"the run is finished ({status.finished}): {'; '.join(filter(None, facts))}"

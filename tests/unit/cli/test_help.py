@@ -33,3 +33,10 @@ def test_help_takes_the_width_there_is(capsys: pytest.CaptureFixture[str], monke
         monkeypatch.setenv("COLUMNS", columns)
         widths.append(max(map(len, help_of(capsys, monkeypatch, "join").splitlines())))
     assert widths[0] <= 80 < widths[1] <= cli.WIDTH_MAX
+
+
+def test_help_does_not_show_commands_that_are_for_other_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = help_of(capsys, monkeypatch, "bench")
+    assert "  syncer " in said and "crowd-learners" not in said

@@ -170,3 +170,6 @@ def test_the_end_says_what_the_run_came_to_and_where_its_model_is(tmp_path: Path
     assert said.startswith("finished: the run is finished (3 minutes are over): 0 commits, 4096 tokens merged;")
     folder = str(tmp_path) if may_serve else "RUN_DIR"
     assert said.endswith(f"geo-diloco export {folder} --to my-model")
+    (tmp_path / "standby").mkdir()
+    folder = str(tmp_path if may_serve else tmp_path / "standby")
+    assert peer.telling.end_text().endswith(f"once this process has left: geo-diloco export {folder} --to my-model")
