@@ -16,54 +16,34 @@ same s.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from geo_diloco.errors import LayoutError, LocalProtocolError
-from geo_diloco.numerics.merge import l2_norm
+from geo_diloco.numerics.merge import quick_norm
 
 PPM: Final = 1_000_000
 """s = 1."""
 
 
-@dataclass(frozen=True)
-class Adoption:
-    """`theta`: the replica's fragment after adoption. `scale_ppm`: the s that was used, in parts per million."""
-
-    theta: Tensor
-    scale_ppm: int
-
-
-def adopt(
-    theta: Tensor,
-    anchor_old: Tensor,
-    anchor_new: Tensor,
-    d_hat: Tensor | None,
-    *,
-    kappa: float,
-    rbar: float,
-    cap: float = 2.0,
-) -> Adoption:
-    """Take `anchor_new` (Theta_new) for a replica at `theta` whose anchor was `anchor_old`; new tensors, float32.
+def shrink_to_carry_(delta: Tensor, d_hat: Tensor | None, *, kappa: float, rbar: float, cap: float = 2.0) -> int:
+    """Makes a replica's delta (theta - anchor_old, float32) what it carries over, s * carry, in place; returns s in
+    parts per million. Where that is 0 nothing is carried, and what is left in `delta` is void.
 
     `d_hat`: the decoded delta if this commit merged it, already multiplied by the product of the s of adoptions
-    since it was sampled; else None. A replica with NaN or infinity is healed: it takes Theta_new, with s = 0.
+    since it was sampled; else None. A replica with NaN or infinity is healed: it carries nothing.
     """
-    for tensor in (theta, anchor_old, anchor_new, d_hat):
-        if tensor is not None and (tensor.shape != theta.shape or tensor.dtype != torch.float32):
-            raise LayoutError(f"adoption of {tuple(tensor.shape)} {tensor.dtype} into {tuple(theta.shape)} float32")
-    carry = torch.sub(theta, anchor_old)
+    for tensor in (delta, d_hat):
+        if tensor is not None and (tensor.shape != delta.shape or tensor.dtype != torch.float32):
+            raise LayoutError(f"adoption of {tuple(tensor.shape)} {tensor.dtype} into {tuple(delta.shape)} float32")
     if d_hat is not None:
-        carry.sub_(d_hat)
-    scale_ppm = carry_scale_ppm(l2_norm(carry), kappa=kappa, rbar=rbar, cap=cap)
-    if scale_ppm == 0:
-        return Adoption(anchor_new.clone(), 0)
-    if scale_ppm != PPM:
-        carry.mul_(scale_ppm / PPM)
-    return Adoption(carry.add_(anchor_new), scale_ppm)
+        delta.sub_(d_hat)
+    scale_ppm = carry_scale_ppm(quick_norm(delta), kappa=kappa, rbar=rbar, cap=cap)
+    if scale_ppm not in (0, PPM):
+        delta.mul_(scale_ppm / PPM)
+    return scale_ppm
 
 
 def carry_scale_ppm(norm: float, *, kappa: float, rbar: float, cap: float = 2.0) -> int:

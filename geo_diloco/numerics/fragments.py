@@ -191,27 +191,52 @@ def named_trainable(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def gather(tensors: Mapping[str, Tensor], layout: Layout, fragment: int, *, out: Tensor | None = None) -> Tensor:
-    """Copy a fragment's tensors into one float32 CPU vector (into `out`, if given)."""
+def gather(
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    fragment: int,
+    *,
+    minus: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Copy a fragment's tensors, less `minus` if given, into one float32 CPU vector (into `out`, if given)."""
     size = layout.num_elements[fragment] if 0 <= fragment < layout.num_fragments else 0
     specs = layout.of(fragment)
     if out is None:
         out = torch.empty(size, dtype=torch.float32)
     _check_vector(out, size)
+    if minus is not None:
+        _check_vector(minus, size)
     with torch.no_grad():
         for spec in specs:
-            out[spec.offset : spec.offset + spec.num_elements].view(spec.shape).copy_(_lookup(tensors, spec))
+            part, source = _part(out, spec), _lookup(tensors, spec)
+            if minus is None:
+                part.copy_(source)
+            elif _is_plain(source):
+                torch.sub(source, _part(minus, spec), out=part)  # in one pass: training waits for it
+            else:
+                part.copy_(source).sub_(_part(minus, spec))
     return out
 
 
-def scatter_(vector: Tensor, tensors: Mapping[str, Tensor], layout: Layout, fragment: int) -> None:
-    """Copy a fragment's vector into the tensors, in place, each in its own dtype and on its own device."""
+def scatter_(
+    vector: Tensor, tensors: Mapping[str, Tensor], layout: Layout, fragment: int, *, plus: Tensor | None = None
+) -> None:
+    """Copy a fragment's vector, and `plus` on top if given, into the tensors, in place, each in its own dtype and on
+    its own device."""
     specs = layout.of(fragment)
-    _check_vector(vector, layout.num_elements[fragment])
+    for each in (vector, plus):
+        if each is not None:
+            _check_vector(each, layout.num_elements[fragment])
     targets = [(spec, _lookup(tensors, spec)) for spec in specs]  # all of them are there, or nothing is written
     with torch.no_grad():
         for spec, target in targets:
-            target.copy_(vector[spec.offset : spec.offset + spec.num_elements].view(spec.shape))
+            if plus is None:
+                target.copy_(_part(vector, spec))
+            elif _is_plain(target):
+                torch.add(_part(vector, spec), _part(plus, spec), out=target)
+            else:
+                target.copy_(_part(vector, spec) + _part(plus, spec))
 
 
 def fragment_digest(vector: Tensor) -> Digest:
@@ -295,6 +320,16 @@ def _lookup(tensors: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
     if tuple(tensor.shape) != spec.shape:
         raise LayoutError(f"tensor {spec.name!r} has shape {tuple(tensor.shape)}: the layout has {spec.shape}")
     return tensor.detach()
+
+
+def _part(vector: Tensor, spec: TensorSpec) -> Tensor:
+    """A tensor's place in its fragment's vector."""
+    return vector[spec.offset : spec.offset + spec.num_elements].view(spec.shape)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """As vectors are, so that it may be calculated with as it lies."""
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def _check_vector(vector: Tensor, size: int) -> None:

@@ -53,11 +53,10 @@ from geo_diloco.protocol.messages import (
     Welcome,
 )
 from geo_diloco.protocol.resume_point import ResumePoint
+from geo_diloco.protocol.schedule import PROGRESS_MS, progress_due_ms
 from geo_diloco.protocol.status import FragmentTokens, TrainingStatus
 from geo_diloco.protocol.uplink import Uplink
 from geo_diloco.protocol.uploads import Uploads
-
-PROGRESS_EVERY_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,10 @@ class Learner:
         self._step_time_us = 0
         self._loss: float | None = None
         self._progress_at: MonoMs | None = None
+        self._progress_ms = PROGRESS_MS
+        """What the syncer asks for."""
+        self._told_step_time_us = 0
+        """It counts a silence in steps of that length."""
         self._syncer: PeerId | None = None
         """Set while welcomed on a control connection."""
         self._term = Term(0)
@@ -198,6 +201,7 @@ class Learner:
         if not 0 <= message.fragment < len(self.accounts):
             return [Note("round", f"asked for fragment {message.fragment} of {len(self.accounts)}", "warning")]
         self._asked[message.fragment] = message
+        self._progress_ms = message.progress_ms
         self._collect_at[message.fragment] = message.collect_at
         return self._sample_if_ready(message.fragment)
 
@@ -385,9 +389,11 @@ class Learner:
         effects: list[Effect] = []
         for fragment in sorted(self._asked, key=lambda p: self._asked[p].round):
             effects += self._sample_if_ready(fragment)
-        due = self._progress_at is None or now - self._progress_at >= PROGRESS_EVERY_MS
+        step_time_us = min(event.step_time_us, self._told_step_time_us)
+        every_ms = progress_due_ms(self._progress_ms, step_time_us)
+        due = self._progress_at is None or now - self._progress_at >= every_ms
         if due and self._syncer is not None and event.step_time_us > 0:
-            self._progress_at = now
+            self._progress_at, self._told_step_time_us = now, event.step_time_us
             effects += [*self._tell(self._progress()), *self._hand_in_again()]
         return effects
 

@@ -17,12 +17,9 @@ from itertools import takewhile
 
 from geo_diloco.manifest import BootId, FragmentId, MonoMs, PeerId
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
-from geo_diloco.protocol.schedule import MICRO
+from geo_diloco.protocol.schedule import MICRO, live_for_ms
 from geo_diloco.protocol.status import LearnerStatus
 
-LIVE_MS = 5_000
-"""Progress comes every second: whoever was not heard of for so long holds up no round."""
-LIVE_STEPS = 8
 AWAY_MS = 60_000
 """A learner gone for longer gives back its share."""
 DEPARTED_MAX = 256
@@ -106,7 +103,7 @@ class Member:
     @property
     def heard_until(self) -> MonoMs:
         """Until then it counts as heard of."""
-        return MonoMs(self.heard_at + max(LIVE_MS, LIVE_STEPS * self.step_time_us // 1000))
+        return MonoMs(self.heard_at + live_for_ms(self.step_time_us))
 
     def live(self, now: MonoMs) -> bool:
         return self.connected and self.trains and now <= self.heard_until

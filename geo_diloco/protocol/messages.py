@@ -264,7 +264,8 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Learner to syncer, about once a second. Late or repeated ones are harmless: counts are cumulative."""
+    """Learner to syncer, about once a second, or as seldom as the last RoundOpen asks. Late or repeated ones are
+    harmless: counts are cumulative."""
 
     kind: Literal["progress"] = "progress"
     step: int
@@ -295,6 +296,8 @@ class RoundOpen:
     base: Digest
     collect_at: str
     """`host:port` that collects; empty means the syncer."""
+    progress_ms: int = 1000
+    """So often the syncer wants to hear Progress; a learner says it more often where it would count as silent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from geo_diloco.protocol.messages import Commit, RoundOpen, Sampled
 from geo_diloco.protocol.patience import Patience
 from geo_diloco.protocol.quorum import decide
 from geo_diloco.protocol.rounds import Closing, Round, close_round, merge_inputs
-from geo_diloco.protocol.schedule import MICRO, InnerClock, Turns
+from geo_diloco.protocol.schedule import MICRO, InnerClock, Turns, progress_every_ms
 from geo_diloco.protocol.status import RoundStatus
 from geo_diloco.protocol.tally import Estimates, Outlook, standing_of
 
@@ -128,6 +128,7 @@ class OpenRounds:
             version=round_.version,
             base=round_.base,
             collect_at="",
+            progress_ms=progress_every_ms(learners=len(self._membership.live_peers())),
         )
 
     # -- who has delivered ----------------------------------------------------------------------------------------

@@ -16,6 +16,13 @@ from geo_diloco.manifest import FragmentId, MonoMs, SyncSpec
 
 MICRO = 1_000_000
 """Micro-steps in an inner step: the clock counts in integers."""
+PROGRESS_MS = 1_000
+"""From one Progress to the next, where there is room for that."""
+PROGRESS_MS_PER_LEARNER = 5
+"""Hearing one costs a syncer about half a millisecond: a tenth of its time at most."""
+LIVE_MS = 5_000
+"""A learner that was not heard of for so long, and for LIVE_STEPS of its steps, holds up no round."""
+LIVE_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,21 @@ class Duty:
 
     kind: Literal["sample", "adopt"]
     fragment: FragmentId
+
+
+def live_for_ms(step_time_us: int) -> int:
+    """How long a learner with such steps counts as heard of."""
+    return max(LIVE_MS, LIVE_STEPS * step_time_us // 1000)
+
+
+def progress_every_ms(*, learners: int) -> int:
+    """What a syncer asks for: as often as it can hear so many."""
+    return max(PROGRESS_MS, PROGRESS_MS_PER_LEARNER * learners)
+
+
+def progress_due_ms(asked_ms: int, step_time_us: int) -> int:
+    """When a learner with such steps says it again, whatever it is asked for: two may be lost before it is silent."""
+    return max(PROGRESS_MS, min(asked_ms, live_for_ms(step_time_us) // 3))
 
 
 def phase_steps(fragment: int, sync: SyncSpec) -> int:

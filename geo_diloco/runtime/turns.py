@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-AT_ONCE = 16
+AT_ONCE = 8
 
 
 class Turns:

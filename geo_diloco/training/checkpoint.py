@@ -107,10 +107,11 @@ def load_learner(folder: Path) -> LearnerCheckpoint | None:
 def capture_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, replica: Replica, *, warm_from: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copies, on the CPU, of everything a learner needs to go on; and what of it is not a tensor."""
+    """Copies, on the CPU, of everything a learner needs to go on; and what of it is not a tensor. Anchors are never
+    written to, so they are not copied."""
     tensors = {f"model.{name}": _copy(tensor) for name, tensor in replica.tensors.items()}
     tensors |= {f"buffer.{name}": _copy(buffer) for name, buffer in _persistent_buffers(model).items()}
-    tensors |= {f"anchor.{p}": _copy(replica.anchor(p)) for p in range(replica.layout.num_fragments)}
+    tensors |= {f"anchor.{p}": replica.anchor(p) for p in range(replica.layout.num_fragments)}
     numbers: dict[str, dict[str, float | int | bool]] = {}
     not_saved: list[str] = []
     names = {id(tensor): name for name, tensor in replica.tensors.items()}

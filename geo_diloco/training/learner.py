@@ -29,7 +29,7 @@ from geo_diloco.training.replica import Replica
 
 LOSS_EVERY_STEPS = 16
 """A loss on an accelerator is read back, which waits for the device, only this often."""
-SAVE_SHARE = 0.01
+SAVE_SHARE = 0.005
 """Of the time, at most that much goes into copies for checkpoints: a large model is saved less often than asked."""
 SAVE_REST_S_MAX = 300.0
 """But that often: one copy may have been held up by something else."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from geo_diloco.errors import LayoutError
-from geo_diloco.numerics.adopt import adopt as adopt_fragment
+from geo_diloco.numerics.adopt import shrink_to_carry_
 from geo_diloco.numerics.fragments import Layout, gather, layout_from_module, named_trainable, scatter_
 
 SCALE_ONE = 1_000_000
@@ -33,6 +34,8 @@ class Replica:
         self.layout = layout
         self.tensors = named_trainable(model)
         self._anchors: list[Tensor | None] = [None] * layout.num_fragments
+        self._room = torch.empty(max(layout.num_elements), dtype=torch.float32)
+        """For one fragment, kept: new memory would cost the training thread more than all that is done in it."""
         self.undecided_scale: list[float] = [1.0] * layout.num_fragments
         """Per fragment, the product of s over the adoptions since its undecided sample was taken."""
 
@@ -56,7 +59,7 @@ class Replica:
 
     def sample(self, fragment: int) -> Tensor:
         """The delta, in a tensor of its own. What is sampled is undecided until merged or refused."""
-        delta = gather(self.tensors, self.layout, fragment).sub_(self.anchor(fragment))
+        delta = gather(self.tensors, self.layout, fragment, minus=self.anchor(fragment))
         self.undecided_scale[fragment] = 1.0
         return delta
 
@@ -70,12 +73,16 @@ class Replica:
         """
         if d_hat is not None and self.undecided_scale[fragment] != 1.0:
             d_hat = d_hat * self.undecided_scale[fragment]
-        local = gather(self.tensors, self.layout, fragment)
-        adoption = adopt_fragment(local, self.anchor(fragment), theta, d_hat, kappa=kappa, rbar=rbar, cap=cap)
-        scatter_(adoption.theta, self.tensors, self.layout, fragment)
+        room = self._room[: self.layout.num_elements[fragment]]
+        delta = gather(self.tensors, self.layout, fragment, minus=self.anchor(fragment), out=room)
+        scale_ppm = shrink_to_carry_(delta, d_hat, kappa=kappa, rbar=rbar, cap=cap)
+        if scale_ppm == 0:
+            scatter_(theta, self.tensors, self.layout, fragment)
+        else:
+            scatter_(delta, self.tensors, self.layout, fragment, plus=theta)
         self._anchors[fragment] = theta
         if d_hat is not None:
             self.undecided_scale[fragment] = 1.0
         else:
-            self.undecided_scale[fragment] *= adoption.scale_ppm / SCALE_ONE
-        return adoption.scale_ppm
+            self.undecided_scale[fragment] *= scale_ppm / SCALE_ONE
+        return scale_ppm

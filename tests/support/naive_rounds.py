@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from geo_diloco.manifest import FragmentId, MonoMs, PeerId, SyncSpec
 from geo_diloco.protocol import plausibility
 from geo_diloco.protocol.holdings import Held
-from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, LIVE_STEPS, Member, Membership
+from geo_diloco.protocol.membership import AWAY_MS, Member, Membership
 from geo_diloco.protocol.open_rounds import OpenRounds
 from geo_diloco.protocol.patience import INTERVALS
 from geo_diloco.protocol.plausibility import Pace, lower_median
 from geo_diloco.protocol.quorum import Decision, RoundFacts, decide
 from geo_diloco.protocol.rounds import Round
-from geo_diloco.protocol.schedule import MICRO
+from geo_diloco.protocol.schedule import LIVE_MS, LIVE_STEPS, MICRO
 from geo_diloco.protocol.syncer import Syncer
 from geo_diloco.protocol.tally import Estimates, Tally, standing_of
 

@@ -300,13 +300,13 @@ class Learning(Single):
         """The syncer says that everything up to that entry is durable."""
         return self.hear(Durable(seq=event.entry.header.seq, digest=event.digest))
 
-    def train(self, steps: int = 1) -> list[Effect]:
+    def train(self, steps: int = 1, *, step_time_us: int = 100_000) -> list[Effect]:
         effects: list[Effect] = []
         for _ in range(steps):
             self.step += 1
             self.tokens += 100
             self.now += 100
-            effects += self.give(StepDone(self.step, self.tokens, 100_000, 2.0, self.tokens))
+            effects += self.give(StepDone(self.step, self.tokens, step_time_us, 2.0, self.tokens))
         return effects
 
     def asked(self, fragment: int = 0, round_: int = 1) -> RoundOpen:

@@ -267,6 +267,29 @@ def test_gather_copies_and_lays_tensors_out_row_by_row() -> None:
     assert tensors["w"].sum() == 15.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathering_less_a_vector_and_scattering_with_one_on_top_is_as_in_two_passes(dtype: torch.dtype) -> None:
+    """One pass where a tensor is as vectors are, and float32 arithmetic where it isn't."""
+    torch.manual_seed(0)
+    model = TinyLanguageModel().to(dtype)
+    tensors, layout = named_trainable(model), layout_from_module(model, num_fragments=2)
+    tensors["block.weight"] = tensors["block.weight"].detach().t().contiguous().t()
+    for fragment in range(2):
+        other = torch.randn(layout.num_elements[fragment])
+        before = gather(tensors, layout, fragment)
+        assert torch.equal(gather(tensors, layout, fragment, minus=other), before - other)
+        vector = torch.randn(layout.num_elements[fragment])
+        kept = vector.clone()
+        scatter_(vector, tensors, layout, fragment, plus=other)
+        assert torch.equal(gather(tensors, layout, fragment), (kept + other).to(dtype).float())
+        assert torch.equal(vector, kept)
+        for wrong in (other[1:], other.double()):
+            with pytest.raises(LayoutError):
+                gather(tensors, layout, fragment, minus=wrong)
+            with pytest.raises(LayoutError):
+                scatter_(vector, tensors, layout, fragment, plus=wrong)
+
+
 def test_gather_and_scatter_refuse_what_the_layout_does_not_have() -> None:
     layout = Layout(
         (TensorSpec("w", (2,), "float32", 0, 0, 2, False), TensorSpec("z", (1,), "float32", 0, 2, 1, False))

@@ -194,6 +194,38 @@ def test_progress_says_how_many_rounds_a_slow_link_takes_part_in() -> None:
     assert (progress.turn, progress.uplink) == (1, "")
 
 
+def test_progress_is_said_as_seldom_as_it_is_asked_for_but_no_silence_is_made_of_it() -> None:
+    """Steps of 100 ms: silent after 5 s, so every 1.7 s at the most seldom."""
+    learning, _ = begun()
+
+    def said_within(ms: int) -> int:
+        return len(said(learning.train(ms // 100), Progress))
+
+    assert said_within(6_000) == 6
+    learning.hear(replace(learning.asked(), progress_ms=1_500))
+    assert said_within(6_000) == 4
+    learning.hear(replace(learning.asked(), progress_ms=60_000))
+    assert said_within(10_200) == 6
+
+
+def test_steps_that_become_long_are_told_in_time_before_their_length_is_relied_on() -> None:
+    """The syncer counts a silence in steps of the length that it knows."""
+    learning, _ = begun()
+    learning.hear(replace(learning.asked(), progress_ms=60_000))
+    learning.train(1)
+    told = learning.now
+    while learning.now < told + 20_000:
+        learning.now += 1_900
+        if said(learning.train(step_time_us=2_000_000), Progress):
+            assert learning.now - told <= 2_000, "within the third of 5 s, and a step"
+            break
+    else:
+        raise AssertionError("no Progress")
+    assert not said(learning.train(), Progress)
+    learning.now += 5_400
+    assert said(learning.train(), Progress), "a third of 8 steps of 2 s"
+
+
 def test_an_upload_is_not_overtaken_for_ever() -> None:
     """On a link that is always behind, newest first alone would starve the fragment whose round lacks a quorum."""
     chain = ChainBuilder.opened((10, 10, 10))

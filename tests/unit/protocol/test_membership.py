@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq
-from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, PACE_MS, Member, Membership, moving_average
+from geo_diloco.protocol.membership import AWAY_MS, PACE_MS, Member, Membership, moving_average
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
+from geo_diloco.protocol.schedule import LIVE_MS
 from geo_diloco.sim.fakes import LAYOUT
 from tests.support.chains import ANN, BEN, CYD
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from geo_diloco.manifest import BootId, MonoMs, PeerId, Seq
-from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS, LIVE_STEPS, Membership
+from geo_diloco.protocol.membership import AWAY_MS, Membership
 from geo_diloco.protocol.messages import Allotment, Hello, Progress
+from geo_diloco.protocol.schedule import LIVE_MS, LIVE_STEPS
 from geo_diloco.sim.fakes import LAYOUT
 
 NUM_SHARES = 2

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from geo_diloco.manifest import BootId, Digest, FragmentId, MonoMs, PeerId, SyncSpec
 from geo_diloco.protocol.effects import Effect, Merge
 from geo_diloco.protocol.events import BlobArrived, ContributionChecked, Disconnected, Event, MergeFailed
-from geo_diloco.protocol.membership import AWAY_MS, LIVE_MS
+from geo_diloco.protocol.membership import AWAY_MS
 from geo_diloco.protocol.messages import BlobRef, Goodbye, RoundOpen, Sampled
+from geo_diloco.protocol.schedule import LIVE_MS
 from geo_diloco.sim.fakes import fake_digest
 from tests.support.chains import contribution
 from tests.support.naive_rounds import Naive, away_until, pace, slower_median, tokens_per_second

@@ -9,13 +9,19 @@ from hypothesis import strategies as st
 
 from geo_diloco.manifest import FragmentId, MonoMs, SyncSpec
 from geo_diloco.protocol.schedule import (
+    LIVE_MS,
+    LIVE_STEPS,
     MICRO,
+    PROGRESS_MS,
     Duty,
     InnerClock,
     first_due_steps,
     first_dues,
+    live_for_ms,
     lockstep_duties,
     phase_steps,
+    progress_due_ms,
+    progress_every_ms,
 )
 
 
@@ -114,3 +120,13 @@ def test_a_due_time_is_reached_exactly_when_the_clock_said(step_time_us: int, mo
         assert clock.micro_steps < more
     clock.advance(MonoMs(wait_ms), step_time_us)
     assert clock.micro_steps >= more
+
+
+def test_a_syncer_of_many_learners_asks_to_hear_of_each_less_often() -> None:
+    assert [progress_every_ms(learners=learners) for learners in (0, 200, 400, 1000)] == [1_000, 1_000, 2_000, 5_000]
+
+
+@given(st.integers(-(2**53), 2**53), st.integers(0, 10_000_000))
+def test_whatever_it_is_asked_for_no_learner_falls_silent_nor_says_it_all_the_time(asked_ms: int, step_us: int) -> None:
+    due_ms = progress_due_ms(asked_ms, step_us)
+    assert due_ms >= PROGRESS_MS and 3 * due_ms <= max(LIVE_MS, LIVE_STEPS * step_us // 1000) == live_for_ms(step_us)

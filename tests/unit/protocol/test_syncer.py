@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from geo_diloco.manifest import WIRE_VERSION, BootId, BranchId, Digest, StopSpec, Term
+from geo_diloco.manifest import WIRE_VERSION, BootId, BranchId, Digest, PeerId, StopSpec, Term
 from geo_diloco.protocol.effects import (
     AcceptBlob,
     Announce,
@@ -181,6 +181,16 @@ def test_work_that_a_new_process_does_not_remember_is_let_go() -> None:
     syncing.hand_in(claim)
     assert only(syncing.hear(hello(undecided=(claim.id,)), ANN, BootId("2" * 16)), ForgetBlob) == []
     assert only(syncing.hear(hello(), ANN, BootId("3" * 16)), ForgetBlob) == [ForgetBlob(claim.blob)]
+
+
+def test_the_more_learners_there_are_the_less_often_it_wants_to_hear_of_each() -> None:
+    syncing = Syncing.founding()
+    syncing.join()
+    assert opened(syncing).progress_ms == 1_000
+    crowd = Syncing.founding()
+    for number in range(300):
+        crowd.join(PeerId(f"{number:064x}"))
+    assert opened(crowd).progress_ms == 1_500
 
 
 def test_hello_twice_is_welcomed_twice_and_open_rounds_are_asked_again() -> None:

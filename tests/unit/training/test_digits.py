@@ -32,8 +32,8 @@ def test_model_and_split_are_those_of_the_example(monkeypatch: pytest.MonkeyPatc
 
     try:
         for held_out in (True, False):
-            for ours, its in zip(digits(held_out=held_out), vit_digits.digits(held_out=held_out), strict=True):
-                assert torch.equal(ours, its)
+            for mine, example in zip(digits(held_out=held_out), vit_digits.digits(held_out=held_out), strict=True):
+                assert torch.equal(mine, example)
         spec = preset_manifest("vit").model
         arguments = {"width": 32, "num_layers": 2}
         its: Any = build_model(ModelSpec(factory="vit_digits:build_vit", factory_arguments=arguments, seed=spec.seed))
