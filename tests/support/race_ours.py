@@ -33,7 +33,7 @@ SETTLE_SWEEPS = 3
 """Until the run goes at its pace: while all join, links are wide."""
 PATIENCE = 20
 """A turn may last so many times as long as its sweeps are apart; a busy machine needs that."""
-BYTES_PER_PARAM = {"int4": 0.47, "int8": 0.97, "bf16": 1.75}
+BYTES_PER_PARAM = {"int4": 0.47, "int8": 0.95, "bf16": 1.40}
 """Of this benchmark's noise, to find an interval."""
 
 
