@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from geo_diloco.runtime.sockets import congestion_granted, congestion_in_use
 from tests.support.namespaces import Namespaces, why_no_namespaces
 from tests.support.relays import Relays
 
@@ -32,6 +34,7 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1])), 20) as link:
 
 MAKER = """
 import time
+from geo_diloco.runtime.sockets import congestion_granted, congestion_in_use
 from tests.support.namespaces import Namespaces
 made = Namespaces(2)
 print(made.switch_pid, flush=True)
@@ -149,6 +152,32 @@ def test_a_cut_is_between_two_sides_only_and_what_was_sent_arrives_when_it_heals
         lab.heal()
         across.settimeout(10.0)
         assert across.recv(100) == b"lost?"
+
+
+@needs_namespaces
+def test_a_switch_that_had_to_wait_says_how_late_packets_were(lab: Namespaces) -> None:
+    lab.shape(1, delay_ms=100)
+    with closing(echo_on(lab, 1).listening), closing(dial(lab, 0, 1)) as link:
+        lab.late_s()
+        link.sendall(b"hello")
+        time.sleep(0.05)  # it is with the switch now
+        os.kill(lab.switch_pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(lab.switch_pid, signal.SIGCONT)
+        assert link.recv(100) == b"hello"
+    assert 0.3 < lab.late_s() < 5.0
+    assert lab.late_s() < 0.3, "what was said is not said again"
+
+
+@needs_namespaces
+def test_a_host_has_the_congestion_control_that_it_is_given(lab: Namespaces) -> None:
+    lab.set_congestion(1, "reno")
+    with lab.inside(1), socket.socket() as made:
+        assert congestion_in_use(made) == "reno"
+    with socket.socket() as outside:
+        assert congestion_in_use(outside) == congestion_granted(()), "this process's own is as it was"
+    with lab.inside(0), socket.socket() as beside:
+        assert congestion_in_use(beside) == congestion_granted(())
 
 
 @needs_namespaces

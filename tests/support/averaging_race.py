@@ -4,9 +4,10 @@ Four hosts by default, each behind one link, the same for both sides (network na
 an all-reduce of everybody with everybody; ours has a syncer, either on one of these hosts, sharing its link with a
 learner, or on a host of its own behind one more such link. Timed is how long it takes until all hold the mean of all
 parameters: theirs from the first peer's begin (the group is there already) to the last one's end, ours from the first
-sample of a sweep to the last adoption of it, while the run goes on. Sides take turns; medians and all values are
-printed, and beside them what the busiest link carried, how long that takes it at its rate, and the processor time of
-either side and of the links, because all of it shares this machine.
+sample of a sweep to the last adoption of it, while the run goes on. (`int4-wide`, if asked for: its own host has a
+link as wide as the others' together, as a server has; theirs is given nothing like it.) Sides take turns; medians and
+all values are printed, and beside them what the busiest link carried, how long that takes it at its rate, and the
+processor time of either side and of the links, because all of it shares this machine.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from typing import Any
 from geo_diloco.cli.bench_folder import kept_folder
 from geo_diloco.cli.bench_star_plan import NUM_TENSORS, link_from, parameters_from
 from geo_diloco.errors import ConfigError, GeoDilocoError
+from geo_diloco.runtime.bulk import CONTROLS
+from geo_diloco.runtime.sockets import congestion_granted
 from tests.support.namespaces import why_no_namespaces
 from tests.support.race_figures import Turn, ratio_of, row_of
-from tests.support.race_ours import Ours, run_ours
+from tests.support.race_ours import Ours, Syncer, run_ours
 from tests.support.race_theirs import Theirs, run_theirs
 
 THEIRS = {"theirs-16": "FLOAT16", "theirs-8": "UNIFORM_8BIT"}
-OURS = {
+OURS: dict[str, tuple[str, Syncer]] = {
     "int4-shared": ("int4", "shared"),
     "int4-own": ("int4", "own"),
+    "int4-wide": ("int4", "wide"),
     "int8-shared": ("int8", "shared"),
     "int8-own": ("int8", "own"),
     "bf16-shared": ("bf16", "shared"),
@@ -40,6 +44,7 @@ USUAL = ("theirs-16", "int4-shared", "int4-own", "bf16-shared", "theirs-8", "int
 RATIOS = (
     ("int4-shared", "theirs-16"),
     ("int4-own", "theirs-16"),
+    ("int4-wide", "theirs-16"),
     ("bf16-shared", "theirs-16"),
     ("bf16-own", "theirs-16"),
     ("int8-shared", "theirs-8"),
@@ -81,15 +86,23 @@ class Race:
 
     def check(self) -> None:
         """Raises ConfigError."""
-        least = {"peers": 2, "turns": 1, "rounds": 1, "part-kb": 1}
-        for name, value in least.items():
+        allowed = {
+            "peers": (2, 64),
+            "turns": (1, 1000),
+            "rounds": (1, 1000),
+            "fragments": (1, 48),
+            "part-kb": (1, 8192),
+        }
+        for name, (least, most) in allowed.items():
             given = getattr(self, name.replace("-", "_"))
-            if not value <= given <= 10_000:
-                raise ConfigError(f"--{name} {given}: wanted {value} to 10000")
+            if not least <= given <= most:
+                raise ConfigError(f"--{name} {given}: wanted {least} to {most}")
         if not 0.1 <= self.room <= 100.0:
             raise ConfigError(f"--room {self.room}: wanted 0.1 to 100")
         if NUM_TENSORS % self.fragments:
             raise ConfigError(f"--fragments {self.fragments}: wanted fragments of one size, a divisor of {NUM_TENSORS}")
+        if congestion_granted(CONTROLS[self.congestion]) != self.congestion:
+            raise ConfigError(f"--congestion {self.congestion}: this kernel does not have it; take the other one")
 
     def turn(self, side: str, folder: Path) -> Turn:
         """Raises GeoDilocoError."""
@@ -113,7 +126,7 @@ class Race:
             Ours(
                 name=side,
                 codec=codec,
-                syncer="shared" if syncer == "shared" else "own",
+                syncer=syncer,
                 peers=self.peers,
                 parameters=self.parameters,
                 bytes_per_s=self.bytes_per_s,
@@ -136,7 +149,7 @@ def measure_race(race: Race, folder: Path) -> dict[str, Any]:
             turns[side].append(turn)
             took = " ".join(f"{each:.2f}" for each in turn.seconds)
             print(f"turn {number}/{race.turns} {side:>12}: {took or 'no whole round'} s", flush=True)
-    rows = [row_of(each, bytes_per_s=race.bytes_per_s) for each in turns.values()]
+    rows = [row_of(each) for each in turns.values()]
     return {
         "peers": race.peers,
         "parameters": race.parameters,
@@ -204,6 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GeoDilocoError as exc:
         print(f"the averaging race ended: {exc}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("the averaging race was interrupted", file=sys.stderr)
+        return 130
     print(_table(result["rows"]))
     for name, value in result["ratios"].items():
         print(f"{name}: {value:.2f} of its time")

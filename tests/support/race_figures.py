@@ -95,6 +95,8 @@ class Usage:
     bytes_out: tuple[int, ...]
     """By host."""
     bytes_in: tuple[int, ...]
+    bytes_per_s: tuple[float, ...]
+    """That each host's link carries, each way."""
     cpu_s: float
     """Processor time of a side's processes."""
     wires_cpu_s: float
@@ -121,14 +123,13 @@ class Turn:
     """Ours: of a single fragment, the median of each round."""
 
 
-def row_of(turns: Sequence[Turn], *, bytes_per_s: float) -> dict[str, Any]:
+def row_of(turns: Sequence[Turn]) -> dict[str, Any]:
     """One line of the table: all turns of one side together. Bytes and processor time are those of one round."""
     seconds = [each for turn in turns for each in turn.seconds]
     formed = [each for turn in turns for each in turn.formed_s]
     fragments = [each for turn in turns for each in turn.fragment_s]
     rounds = sum(turn.rounds for turn in turns)
     used = [turn.usage for turn in turns]
-    busiest = sum(max(*each.bytes_out, *each.bytes_in) for each in used) / rounds
     return {
         "side": turns[0].side,
         "rounds": len(seconds),
@@ -138,13 +139,19 @@ def row_of(turns: Sequence[Turn], *, bytes_per_s: float) -> dict[str, Any]:
         "seconds_all": [round(each, 2) for each in seconds],
         "formed_s_median": _median(formed),
         "fragment_s_median": _median(fragments),
-        "mb_busiest_link": busiest / 1e6,
-        "link_alone_s": busiest / bytes_per_s,
+        "mb_busiest_link": sum(max(*each.bytes_out, *each.bytes_in) for each in used) / rounds / 1e6,
+        "link_alone_s": sum(_link_s(each) for each in used) / rounds,
         "cpu_s": sum(each.cpu_s for each in used) / rounds,
         "wires_cpu_s": sum(each.wires_cpu_s for each in used) / rounds,
         "wires_late_ms_max": max(each.wires_late_s for each in used) * 1000,
         "machine_share": _median([each.machine_share for each in used]),
     }
+
+
+def _link_s(used: Usage) -> float:
+    """For which the links had to be full at least, by the one that had most to do for its rate."""
+    loads = zip(used.bytes_out, used.bytes_in, used.bytes_per_s, strict=True)
+    return max(max(out, into) / rate for out, into, rate in loads)
 
 
 def ratio_of(rows: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -25,13 +25,16 @@ class _Reading:
 
 
 class Meter:
-    """Runs from when it is made. `by_host`: of each host a process that is there; `roots`: the side's processes, whose
-    children count as theirs."""
+    """Runs from when it is made. `by_host`: of each host a process that is there, and what its link carries; `roots`:
+    the side's processes, whose children count as theirs."""
 
-    def __init__(self, namespaces: Namespaces, *, by_host: Mapping[int, int], roots: Mapping[str, int]) -> None:
+    def __init__(
+        self, namespaces: Namespaces, *, by_host: Mapping[int, tuple[int, float]], roots: Collection[int]
+    ) -> None:
         self._namespaces = namespaces
-        self._by_host = [by_host[host] for host in sorted(by_host)]
-        self._roots = list(roots.values())
+        self._by_host = [by_host[host][0] for host in sorted(by_host)]
+        self._bytes_per_s = tuple(by_host[host][1] for host in sorted(by_host))
+        self._roots = roots
         namespaces.late_s()  # what was before is nobody's
         self._first = self._read()
 
@@ -44,6 +47,7 @@ class Meter:
             seconds=seconds,
             bytes_out=tuple(sent for sent, _ in moved),
             bytes_in=tuple(received for _, received in moved),
+            bytes_per_s=self._bytes_per_s,
             cpu_s=last.cpu_s - first.cpu_s,
             wires_cpu_s=last.wires_cpu_s - first.wires_cpu_s,
             wires_late_s=self._namespaces.late_s(),

@@ -7,6 +7,7 @@ merged version into its model.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from geo_diloco.cli.bench_star import SYNCER, Rig
 from geo_diloco.cli.bench_star_plan import StarPlan, star_run
 from geo_diloco.cli.demo_files import toml_from_manifest
 from geo_diloco.cli.demo_processes import Children
+from geo_diloco.errors import GeoDilocoError
 from geo_diloco.manifest import CodecSpec, RunManifest
 from geo_diloco.protocol.events import Adopted, DeltaEncoded, SampleTaken, Sealed
 from geo_diloco.protocol.messages import Commit
@@ -29,8 +31,13 @@ from tests.support.race_meter import Meter
 PACE_MS = 30
 SETTLE_SWEEPS = 3
 """Until the run goes at its pace: while all join, links are wide."""
-BYTES_PER_PARAM = {"int4": 0.47, "int8": 0.97, "bf16": 1.75}
+PATIENCE = 20
+"""A turn may last so many times as long as its sweeps are apart; a busy machine needs that."""
+BYTES_PER_PARAM = {"int4": 0.47, "int8": 0.95, "bf16": 1.40}
 """Of this benchmark's noise, to find an interval."""
+
+
+Syncer = Literal["shared", "own", "wide"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +46,9 @@ class Ours:
 
     name: str
     codec: str
-    syncer: Literal["shared", "own"]
-    """It has the first learner's host and shares its link, or a host of its own."""
+    syncer: Syncer
+    """It has the first learner's host and shares its link, or a host of its own with such a link, or one with a link
+    as wide as all learners' together."""
     peers: int
     parameters: int
     bytes_per_s: float
@@ -55,9 +63,9 @@ class Ours:
 
     @property
     def sweep_s(self) -> float:
-        """For which the syncer's link is full, each way."""
-        remote = self.peers - (1 if self.syncer == "shared" else 0)
-        return remote * self.parameters * BYTES_PER_PARAM[self.codec] / self.bytes_per_s
+        """For which the busiest link is full, each way."""
+        times = {"shared": self.peers - 1, "own": self.peers, "wide": 1}[self.syncer]
+        return times * self.parameters * BYTES_PER_PARAM[self.codec] / self.bytes_per_s
 
     @property
     def interval_steps(self) -> int:
@@ -94,19 +102,44 @@ def run_ours(ours: Ours, folder: Path) -> Turn:
     (folder / "run.toml").write_text(toml_from_manifest(manifest), encoding="utf-8")
     hosts = {f"learner-{number}": number - 1 for number in range(1, 1 + ours.peers)}
     hosts[SYNCER] = 0 if ours.syncer == "shared" else ours.peers
-    line = Line(delay_ms=250 * ours.round_trip_s, mbit_per_s=ours.bytes_per_s * 8 / 1e6)
-    with Namespaces(max(hosts.values()) + 1) as namespaces, Children(folder) as children:
-        links = NamespaceLinks(namespaces, hosts, {host: line for host in hosts.values()})
+    rates = {host: ours.bytes_per_s for host in hosts.values()}
+    if ours.syncer == "wide":
+        rates[hosts[SYNCER]] *= ours.peers
+    delay_ms = 250 * ours.round_trip_s
+    lines = {host: Line(delay_ms=delay_ms, mbit_per_s=rate * 8 / 1e6) for host, rate in rates.items()}
+    with Namespaces(len(lines)) as namespaces, Children(folder) as children:
+        links = NamespaceLinks(namespaces, hosts, lines)
         rig = Rig(plan, folder, links, children)
         rig.begin()
+        chain = folder / SYNCER / "chain.jsonl"
         interval_s = ours.interval_steps * PACE_MS / 1000
-        rig.wait(SETTLE_SWEEPS * interval_s)
+        _wait_for(SETTLE_SWEEPS, rig, chain, ours)
         began_ms = int(now_ms())
-        meter = Meter(namespaces, by_host={host: links.pids[name] for name, host in hosts.items()}, roots=links.pids)
-        rig.wait((1 + ours.sweeps) * interval_s)
+        by_host = {host: (links.pids[name], rates[host]) for name, host in hosts.items()}
+        meter = Meter(namespaces, by_host=by_host, roots=links.pids.values())
+        _wait_for(1 + ours.sweeps, rig, chain, ours)  # the one under way is not watched from its beginning on
+        rig.wait(interval_s)  # for the last one to be adopted
         usage, ended_ms = meter.end(), int(now_ms())
         rig.end()
     return _turn(ours, folder, usage, began_ms, ended_ms)
+
+
+def _wait_for(sweeps: int, rig: Rig, chain: Path, ours: Ours) -> None:
+    """Until so many more are committed, whole. Raises GeoDilocoError if that takes too long."""
+    each_s = ours.interval_steps * PACE_MS / 1000
+    deadline = time.monotonic() + PATIENCE * (1 + sweeps) * each_s
+    wanted = max(_versions(chain, ours.fragments)) + sweeps
+    while min(_versions(chain, ours.fragments)) < wanted:
+        if time.monotonic() > deadline:
+            raise GeoDilocoError(f"{ours.name}: {sweeps} sweeps took longer than {PATIENCE} times what they should")
+        rig.wait(max(1.0, each_s / 4))
+
+
+def _versions(chain: Path, num_fragments: int) -> list[int]:
+    """Newest committed, by fragment."""
+    found = dict.fromkeys(range(num_fragments), 0)
+    found |= {entry.fragment: entry.version for entry in read_entries(chain) if isinstance(entry, Commit)}
+    return list(found.values())
 
 
 def _turn(ours: Ours, folder: Path, usage: Usage, began_ms: int, ended_ms: int) -> Turn:

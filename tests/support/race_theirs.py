@@ -94,11 +94,13 @@ class _Peer:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def end(self) -> None:
-        """In good order, or not: nothing of it is left, its p2pd included."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def ask_to_end(self) -> None:
+        assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
+
+    def end(self) -> None:
+        """In good order, if it was asked to and does; nothing of it is left then, its p2pd included."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         with suppress(ProcessLookupError):
@@ -114,10 +116,10 @@ def run_theirs(theirs: Theirs, folder: Path) -> Turn:
             mbit = theirs.bytes_per_s * 8 / 1e6
             namespaces.shape(host, delay_ms=250 * theirs.round_trip_s, mbit_per_s=mbit)
         _round(peers)
-        pids = {host: peer.pid for host, peer in enumerate(peers)}
+        by_host = {host: (peer.pid, theirs.bytes_per_s) for host, peer in enumerate(peers)}
         seconds: list[float] = []
         formed_s: list[float] = []
-        meter = Meter(namespaces, by_host=pids, roots={str(host): pid for host, pid in pids.items()})
+        meter = Meter(namespaces, by_host=by_host, roots=[peer.pid for peer in peers])
         for _ in range(theirs.rounds):
             formed, took = _round(peers)
             formed_s.append(formed)
@@ -144,6 +146,8 @@ def _started(theirs: Theirs, namespaces: Namespaces, folder: Path) -> Iterator[l
             peer.answer(BEGIN_S)
         yield peers
     finally:
+        for peer in peers:
+            peer.ask_to_end()
         for peer in peers:
             peer.end()
 

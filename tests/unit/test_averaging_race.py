@@ -17,6 +17,7 @@ USAGE = Usage(
     seconds=10.0,
     bytes_out=(30_000_000, 10_000_000),
     bytes_in=(10_000_000, 40_000_000),
+    bytes_per_s=(5_000_000, 20_000_000),
     cpu_s=8.0,
     wires_cpu_s=2.0,
     wires_late_s=0.05,
@@ -82,18 +83,18 @@ def test_only_sweeps_that_lie_within_count() -> None:
 def test_a_row_is_of_one_round_whatever_was_watched() -> None:
     one = Turn(side="x", seconds=(3.0, 5.0), usage=USAGE, rounds=2.5, formed_s=(0.5,))
     other = Turn(side="x", seconds=(4.0,), usage=replace(USAGE, wires_late_s=0.2), rounds=1.5, formed_s=(0.7,))
-    row = row_of([one, other], bytes_per_s=10_000_000)
+    row = row_of([one, other])
     assert (row["rounds"], row["seconds_median"], row["seconds_min"], row["seconds_max"]) == (3, 4.0, 3.0, 5.0)
     assert row["seconds_all"] == [3.0, 5.0, 4.0]
     assert row["mb_busiest_link"] == 20.0, "80 MB in four rounds, by the fuller direction of the busiest host"
-    assert row["link_alone_s"] == 2.0
+    assert row["link_alone_s"] == 3.0, "12 s in four rounds, by the link that has most to do for its rate"
     assert row["cpu_s"] == 4.0 and row["wires_cpu_s"] == 1.0
     assert row["wires_late_ms_max"] == 200.0
     assert row["formed_s_median"] == pytest.approx(0.6)
 
 
 def test_a_side_without_a_whole_round_has_a_row_and_no_ratio() -> None:
-    row = row_of([Turn(side="x", seconds=(), usage=USAGE, rounds=0.5)], bytes_per_s=1e6)
+    row = row_of([Turn(side="x", seconds=(), usage=USAGE, rounds=0.5)])
     assert row["rounds"] == 0 and row["seconds_median"] == 0.0
     assert averaging_race.ratios_of([row, row | {"side": "theirs-16", "rounds": 1}]) == {}
 
@@ -110,6 +111,7 @@ def test_the_ratio_is_of_medians_ours_to_theirs() -> None:
 def test_an_interval_leaves_the_busiest_link_room() -> None:
     assert OURS.sweep_s == pytest.approx(3 * 10e6 * 0.47 / 6.25e6), "the learner beside the syncer needs no link"
     assert replace(OURS, syncer="own").sweep_s == pytest.approx(OURS.sweep_s * 4 / 3)
+    assert replace(OURS, syncer="wide").sweep_s == pytest.approx(OURS.sweep_s / 3), "a learner's own is the busiest"
     assert OURS.interval_steps % OURS.fragments == 0
     assert 1.5 * OURS.sweep_s <= OURS.interval_steps * 0.03 < 1.5 * OURS.sweep_s + 8 * 0.03
 
@@ -140,6 +142,8 @@ def test_where_there_are_no_namespaces_it_says_what_it_needs(
         (["--rtt", "80"], "--rtt"),
         (["--parameters", "10X"], "--parameters"),
         (["--fragments", "7"], "--fragments 7"),
+        (["--fragments", "0"], "--fragments 0"),
+        (["--congestion", "cubic"], "--congestion cubic"),
         (["--peers", "1"], "--peers 1"),
         (["--turns", "0"], "--turns 0"),
         (["--rounds", "0"], "--rounds 0"),
@@ -151,6 +155,7 @@ def test_what_makes_no_race_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
     monkeypatch.setattr(averaging_race, "why_no_namespaces", lambda: "")
+    monkeypatch.setattr(averaging_race, "congestion_granted", lambda asked: "bbr")
     monkeypatch.setattr(averaging_race, "measure_race", lambda race, folder: pytest.fail("it began"))
     assert averaging_race.main(arguments) == 1
     said = capsys.readouterr()
