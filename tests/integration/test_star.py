@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from geo_diloco.cli.bench_star import SYNCER, measure_run
-from geo_diloco.cli.bench_star_plan import StarPlan, link_from
+from geo_diloco.cli.bench_star import measure_run
+from geo_diloco.cli.bench_star_plan import Site, StarPlan, link_from, rig_plan
+from geo_diloco.cli.bench_star_rig import SYNCER
 from geo_diloco.cli.star_links import Passed
 from tests.support.namespaces import Namespaces, why_no_namespaces
 
@@ -90,9 +91,9 @@ class NamespaceLinks:
         if name != SYNCER:
             self._namespaces.shape(self._host(name), delay_ms=self._delay_ms)
 
-    def thin(self, name: str, bytes_per_s: float) -> None:
-        mbit = bytes_per_s * 8 / 1e6
-        self._namespaces.shape(self._host(name), delay_ms=self._delay_ms, mbit_per_s=mbit, loss=self._loss)
+    def thin(self, name: str, site: Site) -> None:
+        mbit, delay_ms = site.up_bytes_per_s * 8 / 1e6, 500 * site.round_trip_s
+        self._namespaces.shape(self._host(name), delay_ms=delay_ms, mbit_per_s=mbit, loss=self._loss)
 
     def passed(self) -> Passed:
         """By the counters of each peer's own device; who was dialed they don't tell, but there is only the syncer."""
@@ -116,6 +117,6 @@ def test_everybody_takes_part_over_links_that_lose_packets(tmp_path: Path) -> No
     plan = replace(PLAN, congestion="bbr")
     with Namespaces(1 + plan.learners) as namespaces:
         links = NamespaceLinks(namespaces, round_trip_s=plan.round_trip_s, loss=LOSS)
-        figures = measure_run(plan, tmp_path / "run", links, print)
+        figures = measure_run(rig_plan(plan), tmp_path / "run", links, print)
     print(json.dumps(figures))
     check_all_take_part(figures, plan)
