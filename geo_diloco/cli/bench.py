@@ -169,6 +169,22 @@ def star(
     _print(measure_star(plan, keep=keep, say=typer.echo), as_json=as_json)
 
 
+@app.command()
+def fleet(
+    file: Annotated[Path, typer.Argument(help="As for `simulate goodput --fleet`.", metavar="FLEET.toml")],
+    minutes: Annotated[float, typer.Option(min=0.1, max=600.0, help="Minutes that count.")] = 2.0,
+    warm_up: Annotated[float, typer.Option(min=0.0, help="Seconds that all are at work before it counts.")] = 30.0,
+    keep: Annotated[Path | None, typer.Option(help="New folder for the run's files, which are kept then.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rounds a minute and participants of a real run of a fleet's machines, with compute simulated, beside what
+    `simulate goodput --fleet` predicts for the same file."""
+    from geo_diloco.cli.bench_fleet import measure_fleet
+
+    result = measure_fleet(file, warm_up_s=warm_up, seconds=60 * minutes, keep=keep, say=typer.echo)
+    _print(result, as_json=as_json)
+
+
 @app.command(name="star-learner", hidden=True)
 def star_learner(
     invite: str,
@@ -176,11 +192,13 @@ def star_learner(
     record: Annotated[Path, typer.Option()],
     pace: Annotated[int, typer.Option()],
     congestion: Annotated[str, typer.Option()],
+    spread: Annotated[float, typer.Option(min=0.0, max=0.5)] = 0.0,
 ) -> None:
-    """A learner of `star`, in a process of its own."""
-    from geo_diloco.cli.bench_star_learner import train_paced
+    """A learner of `star` and `fleet`, in a process of its own."""
+    from geo_diloco.cli.bench_star_learner import Pace, train_paced
 
-    train_paced(invite=invite, run_dir=run_dir, records=record, pace_ms=pace, congestion=congestion)
+    how = Pace(ms=pace, spread=spread)
+    train_paced(invite=invite, run_dir=run_dir, records=record, pace=how, congestion=congestion)
 
 
 @app.command(name="codec")

@@ -92,13 +92,19 @@ class LearnerSeen:
     name: str
     peer: PeerId
     bytes_per_s: float
-    """Of its link, each way."""
+    """Of its link, up; down, too, unless that is told."""
     moments: Sequence[Moment]
     samples: Sequence[Sample]
     turn: int = 1
     codec: str = ""
+    down_bytes_per_s: float = 0.0
     uplink: str = ""
     """Its own words."""
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second, up and down."""
+        return self.bytes_per_s, self.down_bytes_per_s or self.bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +115,6 @@ class Seen:
     rounds: Sequence[Round]
     """In the chain's order, from the first on."""
     num_elements: Sequence[int]
-    pace_ms: int
     first: Reading
     last: Reading
     """What lies between these two is what figures are of."""
@@ -180,7 +185,6 @@ def _row(learner: LearnerSeen, seen: Seen, rounds: Sequence[Round], merged: Coll
     decided, admitted, undecided = admissions(learner.samples, merged, seen.first.at_ms, seen.last.at_ms)
     steps, inside_s, cpu_s = progress_between(learner.moments, seen.first.at_ms, seen.last.at_ms)
     up, down = (_moved(seen, learner.name, way) for way in (0, 1))
-    capacity = learner.bytes_per_s * seen.seconds
     return {
         "learner": learner.name,
         "link_mbit": learner.bytes_per_s * 8 / 1e6,
@@ -193,8 +197,8 @@ def _row(learner: LearnerSeen, seen: Seen, rounds: Sequence[Round], merged: Coll
         "codec": learner.codec,
         "turn": learner.turn,
         "step_ms": 1000 * seen.seconds / steps if steps else 0.0,
-        "up_share": up / capacity,
-        "down_share": down / capacity,
+        "up_share": up / (learner.rates[0] * seen.seconds),
+        "down_share": down / (learner.rates[1] * seen.seconds),
         "cores": (seen.last.cpu_s[learner.name] - seen.first.cpu_s[learner.name]) / seen.seconds,
         "left_out": dict(Counter(each.left_out.get(learner.peer, "") for each in rounds) - Counter({"": len(rounds)})),
         "uplink": learner.uplink,
@@ -325,7 +329,7 @@ def _limits(seen: Seen) -> dict[str, Any]:
     busy = (seen.last.machine_busy_s - seen.first.machine_busy_s) / seen.seconds
     learners = {learner.name for learner in seen.learners}
     use = [
-        [_moved(seen, learner.name, way) / (learner.bytes_per_s * seen.seconds) for learner in seen.learners]
+        [_moved(seen, learner.name, way) / (learner.rates[way] * seen.seconds) for learner in seen.learners]
         for way in (0, 1)
     ]
     machine_share, link_share = busy / seen.num_processors, max(_mean(each) for each in use)

@@ -8,7 +8,9 @@ one and costs what a trained one costs to encode, send and merge, and no process
 from __future__ import annotations
 
 import json
+import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,14 +65,32 @@ class Walk:
         self._moved = until
 
 
-def train_paced(*, invite: str, run_dir: Path, records: Path, pace_ms: int, congestion: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long an inner step lasts: `ms`, give or take up to `spread`, a share of it, each step anew."""
+
+    ms: int
+    spread: float = 0.0
+
+    @property
+    def ms_min(self) -> int:
+        return max(1, round(self.ms * (1.0 - self.spread)))
+
+    def left_s(self, passed_s: float) -> float:
+        """How long to wait beyond that, of a step that began so long ago."""
+        return max(0.0, self.ms / 1000 * (1.0 + self.spread * random.uniform(-1.0, 1.0)) - passed_s)
+
+
+def train_paced(*, invite: str, run_dir: Path, records: Path, pace: Pace, congestion: str) -> None:
     """Take part until told to leave; a line in `records` for each `RECORD_EVERY_S`, the first at the first step."""
     import geo_diloco
     from geo_diloco.runtime.driver import now_ms
 
     torch.set_num_threads(1)
     torch.seed()  # each has noise of its own
-    joined = geo_diloco.join(invite, run_dir=run_dir, threads=1, device="cpu", pace_ms=pace_ms, congestion=congestion)
+    joined = geo_diloco.join(
+        invite, run_dir=run_dir, threads=1, device="cpu", pace_ms=pace.ms_min, congestion=congestion
+    )
     with joined as peer, records.open("a", buffering=1) as lines:
         model = peer.build_model()
         learner = peer.learner(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -82,7 +102,10 @@ def train_paced(*, invite: str, run_dir: Path, records: Path, pace_ms: int, cong
             if learner.step(tokens=tokens):
                 break
             cpu_s += time.thread_time() - began_s
+            ended_s = time.monotonic()
             walk.step()
+            if pace.spread:
+                time.sleep(pace.left_s(time.monotonic() - ended_s))
             if time.monotonic() - said_at >= RECORD_EVERY_S:
                 said_at = time.monotonic()
                 record = [int(now_ms()), learner.num_steps, round(learner.seconds_inside, 6), round(cpu_s, 6)]

@@ -26,6 +26,33 @@ _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where one learner is: how fast it steps, and its link."""
+
+    pace_ms: int
+    spread: float = 0.0
+    """Share of it that a step may be longer or shorter."""
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RigPlan:
+    """Who takes part in what, and for how long."""
+
+    run: RunManifest
+    sites: tuple[Site, ...]
+    """Of the learners, which are counted from 1."""
+    warm_up_s: float
+    """All are at work for so long before it counts."""
+    seconds: float
+    """What counts."""
+    mirrors: int = 0
+    congestion: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StarPlan:
     """What is measured."""
 
@@ -51,6 +78,14 @@ class StarPlan:
     def link_bytes_per_s(self, number: int) -> float:
         """Of learner `number`, counted from 1."""
         return self.bytes_per_s / (self.slow_one if number == self.learners else 1.0)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        rates = [self.link_bytes_per_s(number) for number in range(1, self.learners + 1)]
+        return tuple(
+            Site(pace_ms=self.pace_ms, up_bytes_per_s=rate, down_bytes_per_s=rate, round_trip_s=self.round_trip_s)
+            for rate in rates
+        )
 
     @property
     def interval_steps(self) -> int:
@@ -94,22 +129,60 @@ def link_from(rate: str, round_trip: str) -> tuple[float, float]:
     return per_s, wait_ms / 1000
 
 
-def star_run(plan: StarPlan) -> RunManifest:
-    """The run's rules: the defaults, but for what the plan says. All that train may be electors, as they would be on
-    machines of their own. Raises ConfigError."""
-    if NUM_TENSORS % plan.fragments:
+def rig_plan(plan: StarPlan) -> RigPlan:
+    """Raises ConfigError."""
+    return RigPlan(
+        run=star_run(plan),
+        sites=plan.sites,
+        warm_up_s=plan.warm_up_s,
+        seconds=plan.seconds,
+        mirrors=plan.mirrors,
+        congestion=plan.congestion,
+    )
+
+
+def check_fragments(number: int, named: str) -> None:
+    """Raises ConfigError."""
+    if NUM_TENSORS % number:
         fit = ", ".join(str(n) for n in range(1, NUM_TENSORS + 1) if NUM_TENSORS % n == 0)
-        raise ConfigError(f"--fragments {plan.fragments}: wanted fragments of one size: {fit}")
+        raise ConfigError(f"{named} {number}: wanted fragments of one size: {fit}")
+
+
+def star_run(plan: StarPlan) -> RunManifest:
+    """Raises ConfigError."""
+    check_fragments(plan.fragments, "--fragments")
     if plan.slow_one > 1.0 and plan.learners < 2:
         raise ConfigError("--slow-one: wanted two learners or more, of which one is slow")
     if plan.congestion not in CONTROLS:
         raise ConfigError(f"--congestion {plan.congestion!r}; allowed are {', '.join(CONTROLS)}")
-    return RunManifest(
-        name="star",
-        model=ModelSpec(factory=_FACTORY, factory_arguments={"num_parameters": plan.parameters}),
-        data=DataSpec(num_shares=plan.learners),
-        sync=SyncSpec(interval_steps=plan.interval_steps, num_fragments=plan.fragments, quorum=plan.quorum),
+    return paced_run(
+        "star",
+        plan.parameters,
+        SyncSpec(interval_steps=plan.interval_steps, num_fragments=plan.fragments, quorum=plan.quorum),
+        num_learners=plan.learners,
         codec_up_choices=(CodecSpec(name="int8"), CodecSpec(name="int4", block=256)) if plan.choices else (),
+    )
+
+
+def paced_run(
+    name: str,
+    num_parameters: int,
+    sync: SyncSpec,
+    *,
+    num_learners: int,
+    codec: CodecSpec | None = None,
+    codec_up_choices: tuple[CodecSpec, ...] = (),
+) -> RunManifest:
+    """The rules of a run whose compute is simulated: the defaults, but for what is given. All that train may be
+    electors, as they would be on machines of their own. `codec`: of both legs."""
+    return RunManifest(
+        name=name,
+        model=ModelSpec(factory=_FACTORY, factory_arguments={"num_parameters": num_parameters}),
+        data=DataSpec(num_shares=num_learners),
+        sync=sync,
+        codec_up=codec or CodecSpec(),
+        codec_down=codec or CodecSpec(),
+        codec_up_choices=codec_up_choices,
         stop=StopSpec(minutes=600.0),
         evaluation=EvalSpec(every_seconds=0.0),
         election=ElectionSpec(one_machine=True),

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from geo_diloco import __version__
 from geo_diloco.cli.goodput_report import drawn
-from geo_diloco.config import FleetMachine, load_fleet
+from geo_diloco.config import FleetFile, FleetMachine, load_fleet
 from geo_diloco.sim.goodput.fleet import Advice, Fleet, FleetOutcome, Machine, advise, predict, with_machines
 from geo_diloco.sim.goodput.tapes import Actual, fleet_from_tape
+from geo_diloco.sim.goodput.timing import time_rounds
 
 if TYPE_CHECKING:
     from geo_diloco.sim.goodput.model import World
@@ -42,6 +43,7 @@ class FleetReport:
             "goodput": f"{self.actual.goodput:.1%}",
             "rounds an hour": f"{self.actual.rounds_per_hour:.1f}",
             "tokens an hour": f"{self.actual.tokens_per_hour:,.0f}",
+            "participants": "" if self.actual.participants is None else f"{self.actual.participants:.2f}",
         }
         return [known.get(label, "")]
 
@@ -69,7 +71,19 @@ _LABELS: dict[str, Callable[[FleetOutcome], str]] = {
 def report_fleet(path: Path, world: World) -> FleetReport:
     """Of a fleet file; with volunteers if it has any."""
     file = load_fleet(path)
-    fleet = Fleet(
+    fleet = fleet_from_file(file)
+    columns = [("the fleet", fleet)]
+    if file.volunteers:
+        columns.append(("with volunteers", with_machines(fleet, _machines(file.volunteers))))
+    outcomes = tuple(
+        (name, predict(each, time_rounds(each), days=world.days, seeds=world.seeds)) for name, each in columns
+    )
+    return FleetReport(columns=outcomes, advice=tuple(advise(columns[-1][1], outcomes[-1][1])))
+
+
+def fleet_from_file(file: FleetFile) -> Fleet:
+    """Without volunteers."""
+    return Fleet(
         machines=_machines(file.machines),
         params=file.model.parameters,
         tokens_per_step=file.model.tokens_per_step,
@@ -78,17 +92,13 @@ def report_fleet(path: Path, world: World) -> FleetReport:
         quorum=file.sync.quorum,
         codec=file.sync.codec,
     )
-    columns = [("the fleet", fleet)]
-    if file.volunteers:
-        columns.append(("with volunteers", with_machines(fleet, _machines(file.volunteers))))
-    outcomes = tuple((name, predict(each, days=world.days, seeds=world.seeds)) for name, each in columns)
-    return FleetReport(columns=outcomes, advice=tuple(advise(columns[-1][1], outcomes[-1][1])))
 
 
-def report_tape(path: Path, world: World) -> FleetReport:
-    """Of the machines that a run had, beside what it came to."""
-    fleet, actual = fleet_from_tape(path)
-    outcome = predict(fleet, days=world.days, seeds=world.seeds)
+def report_tape(path: Path, world: World, *, hold_out: float = 0.0) -> FleetReport:
+    """Of the machines that a run had, beside what it came to; with `hold_out` beside what that share of it, the end,
+    came to, of which the prediction knows nothing."""
+    fleet, actual = fleet_from_tape(path, hold_out=hold_out)
+    outcome = predict(fleet, time_rounds(fleet), days=world.days, seeds=world.seeds)
     return FleetReport(columns=(("predicted", outcome),), advice=tuple(advise(fleet, outcome)), actual=actual)
 
 
@@ -99,6 +109,7 @@ def _machines(tables: Sequence[FleetMachine]) -> tuple[Machine, ...]:
             step_s=each.step_s,
             up_mbit=each.up_mbit,
             down_mbit=each.down_mbit,
+            rtt_s=each.rtt_ms / 1000,
             fails_every_s=each.fails_every_hours * 3600,
             back_after_s=each.back_after_minutes * 60,
             on_from=each.on_from,

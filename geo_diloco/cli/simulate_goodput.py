@@ -57,10 +57,16 @@ def goodput(
     utilisation: Annotated[float, typer.Option(help="--bandwidth: wanted share of time that chips compute.")] = 0.99,
     fleet: Annotated[Path | None, typer.Option(help="What your own machines come to, and volunteers (TOML).")] = None,
     from_tape: Annotated[Path | None, typer.Option(help="The same for those of a run, from a syncer's tape.")] = None,
+    hold_out: Annotated[
+        float, typer.Option(help="--from-tape: keep that share, its end, from the prediction, and compare with it.")
+    ] = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """What is left of the chips' time under failures, beside the paper's figures; what your own fleet comes to."""
+    _check("--hold-out", hold_out, 0.0, 0.9)
+    if hold_out and from_tape is None:
+        raise ConfigError(f"--hold-out {hold_out:g}: it is for --from-tape; leave it out")
     kinds = (paper, calibrate, scavenge, bandwidth, fleet is not None, from_tape is not None)
     question = _question(dict(zip(QUESTIONS, kinds, strict=True)), with_systems=bool(chips or learners or mtbi_days))
     if plot is not None:
@@ -86,7 +92,7 @@ def goodput(
         line = {"step_s": step_s, "sites": sites, "interval_steps": interval, "utilisation": utilisation}
         _bandwidth(params or "1B,5B,10B,100B", codec, line, as_json=as_json)
     elif question:
-        _fleet(fleet, from_tape, world, as_json=as_json)
+        _fleet(fleet, from_tape, hold_out, world, as_json=as_json)
     else:
         _table(_systems(chips, learners, world), world, plot, as_json=as_json)
 
@@ -101,14 +107,14 @@ def _question(given: dict[str, bool], *, with_systems: bool) -> str:
     return asked[0] if asked else ""
 
 
-def _fleet(file: Path | None, tape: Path | None, world: World, *, as_json: bool) -> None:
+def _fleet(file: Path | None, tape: Path | None, hold_out: float, world: World, *, as_json: bool) -> None:
     from geo_diloco.cli.goodput_fleet import report_fleet, report_tape
 
     if file is not None:
         report = report_fleet(file, world)
     else:
         assert tape is not None
-        report = report_tape(tape, world)
+        report = report_tape(tape, world, hold_out=hold_out)
     answer(json.dumps(report.to_json()) if as_json else report.text())
 
 

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from geo_diloco.cli.bench_star_plan import Site
 from geo_diloco.cli.bench_usage import dialer_of
 from geo_diloco.cli.relay import Line, carry
 from geo_diloco.node.addresses import free_port
@@ -117,11 +118,13 @@ class Star:
 
         self._call(add())
 
-    def thin(self, name: str, bytes_per_s: float) -> None:
-        """From now on that link carries so much, each way."""
+    def thin(self, name: str, site: Site) -> None:
+        """From now on that link is that of the site."""
 
         async def change() -> None:
-            self._links[name].up.bytes_per_s = self._links[name].down.bytes_per_s = bytes_per_s
+            up, down = self._links[name].up, self._links[name].down
+            up.bytes_per_s, down.bytes_per_s = site.up_bytes_per_s, site.down_bytes_per_s
+            up.delay_s = down.delay_s = site.round_trip_s / 2
 
         self._call(change())
 

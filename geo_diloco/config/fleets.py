@@ -15,6 +15,7 @@ name = "desk"
 step_s = 1.5               # one inner step
 up_mbit = 40.0
 down_mbit = 200.0
+rtt_ms = 40.0              # to the syncer and back
 fails_every_hours = 500.0  # while it is on, on average
 back_after_minutes = 10.0  # from a failure until it starts again
 on_from = 0.0              # hours of the day between which it is on; equal: all day
@@ -64,6 +65,7 @@ class FleetMachine(BaseModel):
     step_s: float = Field(ge=1e-3, le=1e5)
     up_mbit: float = Field(ge=1e-3, le=1e7)
     down_mbit: float = Field(ge=1e-3, le=1e7)
+    rtt_ms: float = Field(default=40.0, ge=0.0, le=10_000.0)
     fails_every_hours: float = Field(default=1000.0, ge=0.05, le=1e6)
     back_after_minutes: float = Field(default=10.0, ge=0.0, le=1e6)
     on_from: float = Field(default=0.0, ge=0.0, lt=24.0)

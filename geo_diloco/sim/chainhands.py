@@ -52,6 +52,7 @@ class ChainHands:
         """Entries that this process has seen, as signed."""
         self._wanted: dict[Digest, set[Digest]] = {}
         """Updates that are being fetched, and the entries that name them."""
+        self._line_free_at = 0
 
     def take_state(self, heads: Sequence[FragmentHead]) -> None:
         self.outer = [State(head.version, head.state_digest, head.momentum_digest) for head in heads]
@@ -150,8 +151,16 @@ class ChainHands:
 
     def _fetch_soon(self, update: BlobRef) -> None:
         process = self._process
-        ms = process.clock.between(process.world.plan.transfer_ms)
-        process.clock.after(ms, lambda: self._fetch(update))
+        process.clock.after(self._transfer_ms(), lambda: self._fetch(update))
+
+    def _transfer_ms(self) -> int:
+        """Until an update that is asked for now is here."""
+        process = self._process
+        plan, now = process.host.plan, process.clock.now
+        if not plan.download_ms:
+            return process.clock.between(process.world.plan.transfer_ms)
+        self._line_free_at = max(now + 2 * plan.delay_ms, self._line_free_at) + plan.download_ms
+        return self._line_free_at - now
 
     def _fetch(self, update: BlobRef) -> None:
         process, world = self._process, self._process.world

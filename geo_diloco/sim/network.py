@@ -27,6 +27,8 @@ class Link:
         self._ends = (dialer, accepter)
         self.up = True
         self._arrives = {dialer.peer: 0, accepter.peer: 0}
+        own_ms = dialer.host.plan.delay_ms + accepter.host.plan.delay_ms
+        self._delay_ms = (own_ms, own_ms) if own_ms else world.plan.delay_ms
 
     def other(self, process: Process) -> Process:
         return self._ends[1] if process is self._ends[0] else self._ends[0]
@@ -39,14 +41,14 @@ class Link:
 
     def deliver(self, sender: Process, event: Event) -> None:
         receiver, clock = self.other(sender), self._world.clock
-        when = max(self._arrives[receiver.peer], clock.now + clock.between(self._world.plan.delay_ms))
+        when = max(self._arrives[receiver.peer], clock.now + clock.between(self._delay_ms))
         self._arrives[receiver.peer] = when
         clock.at(when, lambda: receiver.handle(event) if self.up else None)
 
     def deliver_entry(self, sender: Process, signed: SignedEntry) -> None:
         """The bytes of an entry, in order with the messages."""
         receiver, clock = self.other(sender), self._world.clock
-        when = max(self._arrives[receiver.peer], clock.now + clock.between(self._world.plan.delay_ms))
+        when = max(self._arrives[receiver.peer], clock.now + clock.between(self._delay_ms))
         self._arrives[receiver.peer] = when
         clock.at(when, lambda: receiver.chain.arrived(signed) if self.up and receiver.alive else None)
 

@@ -38,6 +38,10 @@ class HostPlan:
     """How long an upload takes, give or take a twentieth; 0: as any blob in that plan."""
     is_mute: bool = False
     """It trains, follows and says how far it is, and what it samples it never hands in."""
+    download_ms: int = 0
+    """How long its line takes for an update, one after another; 0: as any blob in that plan, side by side."""
+    delay_ms: int = 0
+    """One way, of its messages; 0: as any message in that plan."""
     serves: bool = False
     """Can be dialed, and may be syncer."""
     elects: bool = False
@@ -75,6 +79,20 @@ class Odds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShellTimes:
+    """What a shell takes for its part, in milliseconds, drawn anew each time."""
+
+    disk: tuple[int, int] = (1, 8)
+    """Until a record is on it."""
+    fold: tuple[int, int] = (1, 15)
+    """Encoding or applying a fragment, one after another."""
+    check: tuple[int, int] = (1, 20)
+    """Of a contribution that has arrived."""
+    merge: tuple[int, int] = (2, 60)
+    """One after another."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything about one simulated run. The same plan gives the same run."""
 
@@ -98,6 +116,9 @@ class Plan:
     """One way, of a control message."""
     transfer_ms: tuple[int, int] = (5, 300)
     """Of a blob."""
+    times: ShellTimes = field(default_factory=ShellTimes)
+    step_spread: tuple[int, int] = (0, 10)
+    """Percent that an inner step takes longer than its host's."""
     faults: tuple[Fault, ...] = ()
     odds: Odds = field(default_factory=Odds)
     faults_until_ms: int = 0

@@ -320,7 +320,9 @@ class Process:
     def write(self, done: Callable[[], None]) -> None:
         """Writes of a disk are in order; a crash loses those that are not done."""
         slow_ms = 1_500 if self.clock.now < self.host.slow_disk_until else 0
-        self._written_at = max(self._written_at, self.clock.now + slow_ms) + self.clock.between((1, 8))
+        self._written_at = max(self._written_at, self.clock.now + slow_ms) + self.clock.between(
+            self.world.plan.times.disk
+        )
         self.clock.at(self._written_at, lambda: done() if self.alive else None)
 
     def _persist(self, effect: PersistVote) -> None:
@@ -329,7 +331,7 @@ class Process:
 
     def on_fold(self, action: Callable[[], None]) -> None:
         """On the thread for tensors: first in, first out, each after some work."""
-        self._fold_free_at = max(self.clock.now, self._fold_free_at) + self.clock.between((1, 15))
+        self._fold_free_at = max(self.clock.now, self._fold_free_at) + self.clock.between(self.world.plan.times.fold)
         self.clock.at(self._fold_free_at, lambda: action() if self.alive else None)
 
     # -- connections ----------------------------------------------------------------------------------------------

@@ -66,9 +66,11 @@ class ServeHands:
             case CheckContribution():
                 ok = effect.blob.digest not in process.world.bad_blobs
                 checked = ContributionChecked(effect.id, ok, "" if ok else "NaN scale", 1.0 if ok else 0.0)
-                process.handle_after(clock.between((1, 20)), checked)
+                process.handle_after(clock.between(process.world.plan.times.check), checked)
             case Merge():
-                self._merge_free_at = max(clock.now, self._merge_free_at) + clock.between((2, 60))
+                self._merge_free_at = max(clock.now, self._merge_free_at) + clock.between(
+                    process.world.plan.times.merge
+                )
                 clock.at(self._merge_free_at, lambda: self._merge(effect) if process.alive else None)
             case Evaluate():
                 loss = None if clock.random.random() < 0.1 else 1.0 + clock.random.random()

@@ -25,6 +25,8 @@ class Training:
         self._process = process
         self._step_ms = step_ms
         self._sync = process.world.plan.sync
+        least, most = process.world.plan.step_spread
+        self._jitter_ms = (least * step_ms // 100, most * step_ms // 100)
         self.replica = Replica(len(process.world.plan.num_elements))
         self.step = self.tokens = self.cursor = 0
         self.num_orders_carried_out = 0
@@ -71,7 +73,7 @@ class Training:
             self._save_now()
 
     def _next_step(self) -> None:
-        jitter_ms = 0 if self._sync.lockstep else self._process.clock.between((0, self._step_ms // 10))
+        jitter_ms = 0 if self._sync.lockstep else self._process.clock.between(self._jitter_ms)
         self._process.clock.after(self._step_ms + jitter_ms, self._step_ends)
 
     def _step_ends(self) -> None:

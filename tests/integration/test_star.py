@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from geo_diloco.cli.bench_star import SYNCER, measure_run
-from geo_diloco.cli.bench_star_plan import StarPlan, link_from
+from geo_diloco.cli.bench_star import measure_run
+from geo_diloco.cli.bench_star_plan import StarPlan, link_from, rig_plan
+from geo_diloco.cli.bench_star_rig import SYNCER
 from tests.support.namespace_links import Line, NamespaceLinks
 from tests.support.namespaces import Namespaces, why_no_namespaces
 
@@ -75,6 +76,6 @@ def test_everybody_takes_part_over_links_that_lose_packets(tmp_path: Path) -> No
     thin = Line(delay_ms=500 * plan.round_trip_s, loss=LOSS)
     with Namespaces(len(hosts)) as namespaces:
         links = NamespaceLinks(namespaces, hosts, {host: thin if host else Line() for host in hosts.values()})
-        figures = measure_run(plan, tmp_path / "run", links, print)
+        figures = measure_run(rig_plan(plan), tmp_path / "run", links, print)
     print(json.dumps(figures))
     check_all_take_part(figures, plan)

@@ -12,7 +12,18 @@ from geo_diloco.manifest import BootId, BranchId, Digest, FragmentId, MonoMs, Pe
 from geo_diloco.protocol.events import Connected, Disconnected, Event, FoundRun, Merged, Received
 from geo_diloco.protocol.messages import BlobRef, Hello, Message, Progress, Sampled
 from geo_diloco.protocol.seat import HelloFacts
-from geo_diloco.sim.goodput.fleet import CODEC_BITS, Fleet, Machine, advise, predict, with_machines
+from geo_diloco.sim.goodput.fleet import (
+    CODEC_BITS,
+    SHELL,
+    Fleet,
+    FleetOutcome,
+    Machine,
+    Timing,
+    advise,
+    by_rates,
+    predict,
+    with_machines,
+)
 from geo_diloco.sim.goodput.tapes import fleet_from_tape
 from geo_diloco.tape import Boot, TapeWriter
 
@@ -20,8 +31,13 @@ GOOD = Machine(name="good", step_s=1.0, up_mbit=100.0, down_mbit=1e6, fails_ever
 SMALL = Fleet(machines=(GOOD,) * 4, params=1e6, tokens_per_step=100)
 
 
+def foretold(fleet: Fleet, *, days: float, seeds: tuple[int, ...]) -> FleetOutcome:
+    """With rounds as rates alone allow them: so what is left is who is on."""
+    return predict(fleet, by_rates(fleet), days=days, seeds=seeds)
+
+
 def test_machines_that_never_fail_train_all_the_time() -> None:
-    found = predict(SMALL, days=1.0, seeds=(0,))
+    found = foretold(SMALL, days=1.0, seeds=(0,))
     assert (found.goodput, found.uptime, found.quorum_time, found.in_merges) == (1.0, 1.0, 1.0, 1.0)
     assert found.tokens_per_hour == pytest.approx(4 * 3600 * 100)
     assert found.rounds_per_hour == pytest.approx(3600), "24 fragments in 24 steps of a second"
@@ -30,16 +46,16 @@ def test_machines_that_never_fail_train_all_the_time() -> None:
 
 def test_one_machine_is_there_mtbf_of_mtbf_plus_repair() -> None:
     failing = replace(GOOD, fails_every_s=30_000.0, back_after_s=10_000.0)
-    found = predict(replace(SMALL, machines=(failing,) * 20), days=60.0, seeds=(0, 1))
+    found = foretold(replace(SMALL, machines=(failing,) * 20), days=60.0, seeds=(0, 1))
     assert found.goodput == pytest.approx(0.75, abs=0.01)
     slow_line = replace(failing, down_mbit=32.0 / 3000)  # an hour less a quarter of a minute for Theta
-    rejoining = predict(replace(SMALL, machines=(slow_line,) * 20), days=60.0, seeds=(0, 1))
+    rejoining = foretold(replace(SMALL, machines=(slow_line,) * 20), days=60.0, seeds=(0, 1))
     assert rejoining.goodput < 0.75 * 0.93, "of each 30,000 s between failures 3,000 go into fetching Theta"
 
 
 def test_hours_may_run_over_midnight() -> None:
     night = replace(GOOD, on_from=22.0, on_until=6.0)
-    found = predict(replace(SMALL, machines=(night, GOOD), quorum=2), days=3.0, seeds=(0,))
+    found = foretold(replace(SMALL, machines=(night, GOOD), quorum=2), days=3.0, seeds=(0,))
     assert found.quorum_time == pytest.approx(8 / 24)
     assert found.training == pytest.approx(1 + 8 / 24)
     assert found.goodput == pytest.approx(1.0), "who is off is not asked to train"
@@ -49,44 +65,59 @@ def test_hours_may_run_over_midnight() -> None:
 def test_a_thin_line_is_in_fewer_merges_and_holds_nobody_up() -> None:
     up_s = 1e6 * CODEC_BITS["int4"] / 1e6  # the model once, at a Mbit/s
     thin = replace(GOOD, up_mbit=up_s / 96)  # four times H steps
-    found = predict(replace(SMALL, machines=(GOOD, GOOD, GOOD, thin)), days=0.1, seeds=(0,))
+    found = foretold(replace(SMALL, machines=(GOOD, GOOD, GOOD, thin)), days=0.1, seeds=(0,))
     assert found.participants == pytest.approx(3.25)
     assert found.rounds_per_hour == pytest.approx(3600)
-    waits = predict(replace(SMALL, machines=(GOOD, GOOD, GOOD, thin), quorum=4), days=0.1, seeds=(0,))
+    waits = foretold(replace(SMALL, machines=(GOOD, GOOD, GOOD, thin), quorum=4), days=0.1, seeds=(0,))
     assert waits.rounds_per_hour == pytest.approx(900), "K of all waits for the thinnest line"
-    assert predict(replace(SMALL, round_s=48.0), days=0.1, seeds=(0,)).rounds_per_hour == pytest.approx(1800)
+
+
+def test_the_slower_of_two_medians_sets_the_pace_as_in_the_core() -> None:
+    paces = [replace(GOOD, step_s=step_s) for step_s in (1.0, 1.25, 2.0, 5.0)]
+    assert by_rates(replace(SMALL, machines=tuple(paces))).rounds_per_s == pytest.approx(0.5)
+    assert by_rates(replace(SMALL, machines=tuple(paces[:3]))).rounds_per_s == pytest.approx(0.8)
+
+
+def test_rounds_as_they_were_timed_are_told_for_as_long_as_machines_are_on() -> None:
+    half_the_day = replace(GOOD, on_from=6.0, on_until=18.0)
+    fleet = replace(SMALL, machines=(GOOD, half_the_day), quorum=2)
+    timing = Timing(rounds_per_s=0.5, joins=(0.9, 0.6), fresh=(0.8, 0.2))
+    found = predict(fleet, timing, days=1.0, seeds=(0,))
+    assert found.rounds_per_hour == pytest.approx(900), "half of the schedule's, half of the time"
+    assert found.participants == pytest.approx(1.5)
+    assert found.in_merges == pytest.approx((0.8 + 0.2) * 12 / (24 + 12)), "alone nobody is in a merge, as K is 2"
 
 
 def test_a_machine_that_others_use_is_that_much_slower() -> None:
     half = replace(GOOD, held_up=0.5)
-    found = predict(replace(SMALL, machines=(half,) * 4), days=0.1, seeds=(0,))
+    found = foretold(replace(SMALL, machines=(half,) * 4), days=0.1, seeds=(0,))
     assert found.goodput == pytest.approx(0.5)
     assert found.rounds_per_hour == pytest.approx(1800)
     assert found.tokens_per_hour == pytest.approx(2 * 3600 * 100)
 
 
 def test_volunteers_add_tokens() -> None:
-    before = predict(SMALL, days=1.0, seeds=(0,))
-    after = predict(with_machines(SMALL, [replace(GOOD, step_s=2.0)] * 2), days=1.0, seeds=(0,))
+    before = foretold(SMALL, days=1.0, seeds=(0,))
+    after = foretold(with_machines(SMALL, [replace(GOOD, step_s=2.0)] * 2), days=1.0, seeds=(0,))
     assert after.tokens_per_hour == pytest.approx(1.25 * before.tokens_per_hour)
 
 
 def test_advice_follows_lines_and_those_who_are_there() -> None:
     line_s = 1e6 * CODEC_BITS["int4"] / 1e6
     thin = replace(SMALL, machines=(replace(GOOD, name="thin", up_mbit=line_s / 40),) * 4)
-    rules = {each.rule: each for each in advise(thin, predict(thin, days=0.1, seeds=(0,)))}
+    rules = {each.rule: each for each in advise(thin, foretold(thin, days=0.1, seeds=(0,)))}
     assert (rules["K"].value, rules["H"].value, rules["codec"].value) == ("2", "96", "int4")
     assert "thin" in rules["H"].reason and "40 s" in rules["H"].reason
-    rich = {each.rule: each.value for each in advise(SMALL, predict(SMALL, days=0.1, seeds=(0,)))}
+    rich = {each.rule: each.value for each in advise(SMALL, foretold(SMALL, days=0.1, seeds=(0,)))}
     assert (rich["H"], rich["codec"]) == ("8", "bf16")
     one_thin = replace(SMALL, machines=(GOOD,) * 19 + (replace(GOOD, up_mbit=0.001),))
-    assert {a.rule: a.value for a in advise(one_thin, predict(one_thin, days=0.1, seeds=(0,)))}["codec"] == "bf16"
+    assert {a.rule: a.value for a in advise(one_thin, foretold(one_thin, days=0.1, seeds=(0,)))}["codec"] == "bf16"
 
 
 def test_the_same_seed_gives_the_same_fleet() -> None:
     failing = replace(SMALL, machines=(replace(GOOD, fails_every_s=5000.0, back_after_s=2000.0),) * 3)
-    assert predict(failing, days=2.0, seeds=(5,)) == predict(failing, days=2.0, seeds=(5,))
-    assert predict(failing, days=2.0, seeds=(5,)) != predict(failing, days=2.0, seeds=(6,))
+    assert foretold(failing, days=2.0, seeds=(5,)) == foretold(failing, days=2.0, seeds=(5,))
+    assert foretold(failing, days=2.0, seeds=(5,)) != foretold(failing, days=2.0, seeds=(6,))
 
 
 # ---- from a tape ------------------------------------------------------------------------------------------------
@@ -152,7 +183,7 @@ def tape(tmp_path: Path, script: list[tuple[int, Event]]) -> Path:
 def test_a_fleet_is_read_off_a_syncer_s_tape(tmp_path: Path) -> None:
     fleet, actual = fleet_from_tape(tape(tmp_path, events()))
     assert (fleet.params, fleet.tokens_per_step, fleet.interval_steps, fleet.fragments) == (1000.0, 10, 12, 2)
-    assert fleet.round_s == 0.25
+    assert (fleet.shell, actual.participants) == (SHELL, None), "no core was ever given this"
     first, second = fleet.machines
     assert first.name == "desk aaaaaaaa"
     assert first.step_s == second.step_s == 0.5, "counted, not as told"
@@ -162,7 +193,7 @@ def test_a_fleet_is_read_off_a_syncer_s_tape(tmp_path: Path) -> None:
     assert (second.fails_every_s, second.back_after_s) == (80.0, 20.0)
     assert actual.rounds_per_hour == pytest.approx(9 / 90 * 3600)
     assert actual.goodput == pytest.approx(1.0, abs=0.02)
-    assert predict(fleet, days=0.5, seeds=(0,)).rounds_per_hour == pytest.approx(1200, rel=0.01)
+    assert foretold(fleet, days=0.5, seeds=(0,)).rounds_per_hour == pytest.approx(1200, rel=0.01)
 
 
 def test_what_a_learner_did_not_train_while_it_was_there_is_no_step_time(tmp_path: Path) -> None:
@@ -177,7 +208,7 @@ def test_what_a_learner_did_not_train_while_it_was_there_is_no_step_time(tmp_pat
     assert fleet.machines[0].step_s == 0.5
     assert fleet.machines[0].held_up == pytest.approx(0.3, abs=0.01)
     assert actual.goodput == pytest.approx(0.84, abs=0.02)
-    assert predict(fleet, days=0.5, seeds=(0,)).goodput == pytest.approx(0.75, abs=0.03), "and the second fails"
+    assert foretold(fleet, days=0.5, seeds=(0,)).goodput == pytest.approx(0.75, abs=0.03), "and the second fails"
 
 
 def test_a_tape_without_a_merge_or_a_learner_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from geo_diloco.cli.bench_star import SYNCER
+from geo_diloco.cli.bench_star_plan import Site
+from geo_diloco.cli.bench_star_rig import SYNCER
 from geo_diloco.cli.star_links import Passed
 from tests.support.namespaces import Namespaces
 
@@ -23,7 +24,7 @@ class Line:
 
 
 class NamespaceLinks:
-    """A `bench_star.Links`. `hosts`: where each process is, by name; several may share a host, and with it its line."""
+    """A `bench_star_rig.Links`. `hosts`: where each process is, by name; several may share one, and with it its line."""
 
     def __init__(self, namespaces: Namespaces, hosts: Mapping[str, int], lines: Mapping[int, Line]) -> None:
         self._namespaces = namespaces
@@ -47,8 +48,8 @@ class NamespaceLinks:
         host = self._hosts[name]
         self._namespaces.shape(host, delay_ms=self._lines[host].delay_ms)
 
-    def thin(self, name: str, bytes_per_s: float) -> None:
-        self._shape(self._hosts[name], bytes_per_s * 8 / 1e6)
+    def thin(self, name: str, site: Site) -> None:
+        self._shape(self._hosts[name], site.up_bytes_per_s * 8 / 1e6)
         if self._hosts[SYNCER] != self._hosts[name]:
             self._shape(self._hosts[SYNCER], self._lines[self._hosts[SYNCER]].mbit_per_s)
 

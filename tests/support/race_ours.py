@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from geo_diloco.cli.bench_star import SYNCER, Rig
-from geo_diloco.cli.bench_star_plan import StarPlan, star_run
-from geo_diloco.cli.demo_files import toml_from_manifest
+from geo_diloco.cli.bench_star_plan import RigPlan, StarPlan, rig_plan
+from geo_diloco.cli.bench_star_rig import SYNCER, Rig
 from geo_diloco.cli.demo_processes import Children
 from geo_diloco.errors import GeoDilocoError
-from geo_diloco.manifest import CodecSpec, RunManifest
+from geo_diloco.manifest import CodecSpec
 from geo_diloco.protocol.events import Adopted, DeltaEncoded, SampleTaken, Sealed
 from geo_diloco.protocol.messages import Commit
 from geo_diloco.runtime.chain import read_entries
@@ -73,7 +72,7 @@ class Ours:
         return max(1, math.ceil(each_ms / PACE_MS)) * self.fragments
 
 
-def manifest_for(ours: Ours) -> tuple[StarPlan, RunManifest]:
+def plan_for(ours: Ours) -> RigPlan:
     """All learners are the quorum: what is merged is merged of all, as theirs is."""
     plan = StarPlan(
         learners=ours.peers,
@@ -92,14 +91,14 @@ def manifest_for(ours: Ours) -> tuple[StarPlan, RunManifest]:
         seconds=0.0,
     )
     codec = CodecSpec(name=ours.codec, block=256 if ours.codec == "int8" else 64)
-    return plan, replace(star_run(plan), codec_up=codec, codec_down=codec)
+    rig = rig_plan(plan)
+    return replace(rig, run=replace(rig.run, codec_up=codec, codec_down=codec))
 
 
 def run_ours(ours: Ours, folder: Path) -> Turn:
     """One turn: a run of its own, in a new folder. Raises GeoDilocoError if it doesn't get to work."""
-    plan, manifest = manifest_for(ours)
+    plan = plan_for(ours)
     folder.mkdir()
-    (folder / "run.toml").write_text(toml_from_manifest(manifest), encoding="utf-8")
     hosts = {f"learner-{number}": number - 1 for number in range(1, 1 + ours.peers)}
     hosts[SYNCER] = 0 if ours.syncer == "shared" else ours.peers
     rates = {host: ours.bytes_per_s for host in hosts.values()}

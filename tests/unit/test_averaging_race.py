@@ -11,7 +11,7 @@ from geo_diloco.cli.demo_files import toml_from_manifest
 from geo_diloco.config.manifests import load_manifest
 from tests.support import averaging_race
 from tests.support.race_figures import Hand, Merge, Turn, Usage, ratio_of, row_of, sweeps_of, within
-from tests.support.race_ours import Ours, manifest_for
+from tests.support.race_ours import Ours, plan_for
 
 USAGE = Usage(
     seconds=10.0,
@@ -118,7 +118,7 @@ def test_an_interval_leaves_the_busiest_link_room() -> None:
 
 @pytest.mark.parametrize(("codec", "block"), [("int4", 64), ("int8", 256), ("bf16", 64)])
 def test_our_run_merges_all_peers_and_uses_one_codec_both_ways(tmp_path: Path, codec: str, block: int) -> None:
-    _, manifest = manifest_for(replace(OURS, codec=codec))
+    manifest = plan_for(replace(OURS, codec=codec)).run
     (tmp_path / "run.toml").write_text(toml_from_manifest(manifest), encoding="utf-8")
     read = load_manifest(tmp_path / "run.toml")
     assert read.sync.quorum == 4 and read.sync.num_fragments == 8

@@ -1,10 +1,11 @@
 """Machines of one's own under failures, hours and thin lines: what they come to, and what rules suit them.
 
 Every machine is a learner. It trains while it is on and has not failed, after it has fetched Theta; a failure costs it
-that again. Rounds open at the pace of the median machine that trains (each of P fragments once in H of its steps) and
-need the deltas of K; a machine sends one delta at a time, so a thin uplink is in fewer merges. Nobody waits.
+that again. How rounds go while all are on is timed elsewhere, by the production core (`timing.py`). As machines come
+and go that changes with their rates: rounds open at the pace of the median machine that trains (each of P fragments
+once in H of its steps) and need the deltas of K, and a machine sends one delta at a time. Nobody waits.
 
-Time is a grid of minutes: what is shorter than one (a round, an upload) is taken by its rate.
+Time is a grid of minutes.
 """
 
 from __future__ import annotations
@@ -16,16 +17,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geo_diloco.sim.plans import ShellTimes
+
 Booleans = NDArray[np.bool_]
 Floats = NDArray[np.floating[Any]]
 
 MINUTE_S = 60.0
+SHELL = ShellTimes(disk=(7, 35), fold=(14, 48), check=(3, 32), merge=(44, 96))
+"""Most of what tapes of real runs have (`bench star`, fragments of 150,000 elements, a busy machine of two cores)."""
 DAY_MINUTES = 24 * 60
 START_S = 15.0
 """A process, its libraries and its way into the run, before it fetches anything."""
 THETA_BITS = 32.0
 CODEC_BITS = {"none": 32.0, "bf16": 11.0, "int8": 7.5, "int4": 3.7}
 """A parameter's on the line, zstd included, as measured (numerics/README.md)."""
+
+
+BLOB_S = 0.015
+"""An upload takes so much longer than its line needs: read from one disk, verified, and written to the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,8 @@ class Machine:
     on_from: float = 0.0
     """Hour of the day; equal to `on_until`: on all day."""
     on_until: float = 0.0
+    rtt_s: float = 0.04
+    """From it to the syncer and back."""
     held_up: float = 0.0
     """Share of the time in which it is on and takes no step, because others use it."""
 
@@ -57,12 +68,16 @@ class Fleet:
     fragments: int = 24
     quorum: int = 1
     codec: str = "int4"
-    round_s: float = 0.0
-    """The least that a round takes from one merge of a fragment to the next: messages, merging, disks."""
+    shell: ShellTimes = SHELL
+    """Beside steps and lines: disks, encoding, checking, merging."""
 
     def model_up_s(self, machine: Machine, codec: str | None = None) -> float:
         """Every fragment once, on that machine's uplink."""
         return self.params * CODEC_BITS[codec or self.codec] / (machine.up_mbit * 1e6)
+
+    def model_down_s(self, machine: Machine) -> float:
+        """An update of every fragment once, on its way down."""
+        return self.params * CODEC_BITS[self.codec] / (machine.down_mbit * 1e6)
 
     def rejoin_s(self, machine: Machine) -> float:
         return START_S + self.params * THETA_BITS / (machine.down_mbit * 1e6)
@@ -90,8 +105,34 @@ class FleetOutcome:
     """So many or more train in 95 % of the time."""
 
 
-def predict(fleet: Fleet, *, days: float, seeds: Sequence[int]) -> FleetOutcome:
-    """The same fleet and seeds give the same outcome. All seeds are one long time, cut into as many parts."""
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Rounds of a fleet whose machines are all on and train."""
+
+    rounds_per_s: float
+    joins: tuple[float, ...]
+    """Of each machine: the share of rounds that it is in, be that with late work."""
+    fresh: tuple[float, ...]
+    """The same, with work on the version before."""
+
+    @property
+    def participants(self) -> float:
+        """In a round, on average."""
+        return sum(self.joins)
+
+
+def by_rates(fleet: Fleet) -> Timing:
+    """What step times and lines allow, if nothing else took any time and nobody was ever late."""
+    all_on = np.ones((len(fleet.machines), 1), dtype=np.bool_)
+    pace = _pace(fleet, all_on)
+    joins = tuple(float(share) for share in _joins(fleet, all_on, pace)[:, 0])
+    return Timing(rounds_per_s=float(pace[0]), joins=joins, fresh=joins)
+
+
+def predict(fleet: Fleet, timing: Timing, *, days: float, seeds: Sequence[int]) -> FleetOutcome:
+    """`timing`: how rounds go while all are on (`timing.time_rounds`); how that changes as machines come and go is
+    taken from their rates. The same fleet and seeds give the same outcome. All seeds are one long time, cut into as
+    many parts."""
     minutes = max(1, round(days * DAY_MINUTES))
     parts = [_minutes(fleet, minutes, seed) for seed in seeds]
     on = np.concatenate([each[0] for each in parts], axis=1)
@@ -99,8 +140,11 @@ def predict(fleet: Fleet, *, days: float, seeds: Sequence[int]) -> FleetOutcome:
     speed = np.array([1.0 / machine.pace_s for machine in fleet.machines])[:, None]
     unhindered = np.array([1.0 / machine.step_s for machine in fleet.machines])[:, None]
     number = training.sum(axis=0)
-    pace = _pace(fleet, training)
+    rates, pace = by_rates(fleet), _pace(fleet, training)
     joins = _joins(fleet, training, pace)
+    fresh = np.minimum(1.0, joins * _ratio(timing.fresh, rates.fresh)[:, None])
+    joins = np.minimum(1.0, joins * _ratio(timing.joins, rates.joins)[:, None])
+    pace = pace * timing.rounds_per_s / rates.rounds_per_s
     trained = (training * speed).sum(axis=0)
     offered = float((on * unhindered).sum())
     return FleetOutcome(
@@ -108,12 +152,17 @@ def predict(fleet: Fleet, *, days: float, seeds: Sequence[int]) -> FleetOutcome:
         uptime=float((number >= 1).mean()),
         quorum_time=float((number >= fleet.quorum).mean()),
         tokens_per_hour=float(trained.mean()) * 3600 * fleet.tokens_per_step,
-        in_merges=float((joins * speed).sum() / trained.sum()) if trained.any() else 0.0,
+        in_merges=float((fresh * speed).sum() / trained.sum()) if trained.any() else 0.0,
         rounds_per_hour=float(pace.mean()) * 3600,
         participants=float((joins.sum(axis=0) * pace).sum() / pace.sum()) if pace.any() else 0.0,
         training=float(number.mean()),
         five_percent=int(np.quantile(number, 0.05, method="lower")),
     )
+
+
+def _ratio(timed: Sequence[float], rates: Sequence[float]) -> Floats:
+    """Of a machine whose rates allow it no round at all there is nothing to correct."""
+    return np.array([one / other if other else 1.0 for one, other in zip(timed, rates, strict=True)])
 
 
 def _minutes(fleet: Fleet, minutes: int, seed: int) -> tuple[Booleans, Booleans]:
@@ -152,13 +201,12 @@ def _works(machine: Machine, at_s: Floats, random: np.random.Generator) -> Boole
 
 
 def _pace(fleet: Fleet, training: Booleans) -> Floats:
-    """Rounds per second in each minute: of the schedule, of a round's own length or of the K-th fastest uplink,
-    whichever is slowest."""
+    """Rounds per second in each minute: of the schedule, which goes by the median machine (the slower of two), or of
+    the K-th fastest uplink, whichever is slower."""
     steps = np.array([machine.pace_s for machine in fleet.machines])[:, None]
-    median = np.full(training.shape[1], np.inf)
-    some = training.any(axis=0)
-    median[some] = np.nanmedian(np.where(training, steps, np.nan)[:, some], axis=0)
-    due = fleet.fragments / np.maximum(fleet.interval_steps * median, fleet.round_s)
+    sorted_steps = np.sort(np.where(training, steps, np.inf), axis=0)
+    median = np.take_along_axis(sorted_steps, np.minimum(training.sum(axis=0) // 2, len(steps) - 1)[None], axis=0)[0]
+    due = fleet.fragments / (fleet.interval_steps * median)
     lines = np.array([fleet.fragments / fleet.model_up_s(machine) for machine in fleet.machines])[:, None]
     enough = training.sum(axis=0) >= fleet.quorum
     fastest = -np.sort(-np.where(training, lines, 0.0), axis=0)

@@ -1,25 +1,32 @@
 """The fleet of a run that took place, from its syncer's tape, and what that run really came to.
 
 A syncer's tape has what every learner said of itself: step time, upload rate, how far it was, and when it came and
-went. What a learner's line carries down is not in it; it is taken to be the same as up.
+went, and when its deltas came. What a learner's line carries down is not in it; whose work is merged has followed all
+updates, so it is taken to be what they need and as much again, or the same as up if that is more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from geo_diloco.errors import TapeError
-from geo_diloco.protocol.events import Connected, Disconnected, FoundRun, Merged, Received
-from geo_diloco.protocol.messages import Contribution, Hello, Progress, Sampled
-from geo_diloco.sim.goodput.fleet import CODEC_BITS, Fleet, Machine
-from geo_diloco.tape import TapeBoot, read_tape
+from geo_diloco.manifest import Digest, PeerId
+from geo_diloco.protocol.events import BlobArrived, Connected, Disconnected, FoundRun, Merged, Received
+from geo_diloco.protocol.messages import BlobRef, Contribution, Hello, Progress
+from geo_diloco.sim.goodput.fleet import BLOB_S, CODEC_BITS, Fleet, Machine
+from geo_diloco.sim.goodput.relived import Relived, relive
+from geo_diloco.tape import TapeBoot, TapeEvent, read_tape
 
 NEVER_S = 1e9
 """A learner that was not seen to fail."""
 HELD_UP_MAX = 0.99
+ROOM = 2.0
+LINE_SHARE_MIN = 0.1
+"""Of the time that an upload takes, at least so much is its line's."""
 UP_MBIT_UNKNOWN = 1e6
 """A learner that told no rate."""
 
@@ -31,6 +38,8 @@ class Actual:
     hours: float
     rounds_per_hour: float
     tokens_per_hour: float
+    participants: float | None
+    """In a round, late work included; none if the tape does not tell this version's core."""
     goodput: float
     """Steps that learners took, of those that their step times allow while they were connected."""
 
@@ -42,6 +51,12 @@ class _Seen:
     host: str = ""
     step_us: list[int] = field(default_factory=list)
     bytes_per_s: list[int] = field(default_factory=list)
+    announced: dict[Digest, int] = field(default_factory=dict)
+    """When."""
+    arrived_ms: int = -1
+    """The newest of its deltas."""
+    uploads: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Bytes, milliseconds, and whether it had to wait for the one before: they go up one after another."""
     said: list[tuple[int, int, int]] = field(default_factory=list)
     """Milliseconds, steps, tokens."""
     since: int | None = None
@@ -70,6 +85,12 @@ class _Seen:
         """As long, without its absences."""
         return float(self.said[-1][0] - self.said[0][0] - sum(self.away_ms))
 
+    def arrives(self, blob: BlobRef, at: int) -> None:
+        announced_at = self.announced.pop(blob.digest)
+        began_at = max(announced_at, self.arrived_ms)
+        self.uploads.append((blob.size, at - began_at, began_at > announced_at))
+        self.arrived_ms = at
+
     def comes(self, at: int) -> None:
         if self.left is not None:
             self.away_ms.append(at - self.left)
@@ -81,35 +102,50 @@ class _Seen:
         self.since, self.left = None, at
 
 
-def fleet_from_tape(path: Path) -> tuple[Fleet, Actual]:
-    """Raises TapeError."""
+def fleet_from_tape(path: Path, *, hold_out: float = 0.0) -> tuple[Fleet, Actual]:
+    """`hold_out`: so much of the time between the first merge and the last, its end, is not looked at for the fleet,
+    and is what the run really came to; with 0 both are of all of it. Raises TapeError."""
     boots = [boot for boot in read_tape(path) if any(isinstance(each.event, Merged) for each in boot.events)]
     if not boots:
         raise TapeError(f"{path.name}: no merge is on this tape; wanted that of a peer that was syncer for a while")
     boot = max(boots, key=lambda each: sum(isinstance(record.event, Merged) for record in each.events))
-    learners = _learners(boot)
-    if not learners:
+    merges = [record.at for record in boot.events if isinstance(record.event, Merged)]
+    cut = merges[-1] - hold_out * (merges[-1] - merges[0])
+    first = [record for record in boot.events if record.at <= cut or not hold_out]
+    last = [record for record in boot.events if record.at >= cut or not hold_out]
+    learners, actually = _learners(first), _learners(last)
+    if not learners or not actually:
         raise TapeError(
             f"{path.name}: no learner told its step time; wanted the tape of a run that went on for a minute"
         )
-    rules = boot.boot.rules
+    rules, lived = boot.boot.rules, relive(boot)
+    before = lived.between(0, cut)
+    params, codec = _params(boot), rules.codec_down.name
+    seen_s = max(1.0, (cut - merges[0]) / 1000)
+    updates_mbit = (
+        1e-6 * sum(at <= cut for at in merges) / seen_s * params * CODEC_BITS[codec] / rules.sync.num_fragments
+    )
     fleet = Fleet(
-        machines=tuple(_machine(name, seen) for name, seen in sorted(learners.items())),
-        params=_params(boot),
+        machines=tuple(
+            _machine(name, seen, before.rtt_s(name), updates_mbit=updates_mbit)
+            for name, seen in sorted(learners.items())
+        ),
+        params=params,
         tokens_per_step=rules.tokens_per_step or _tokens_per_step(learners),
         interval_steps=rules.sync.interval_steps,
         fragments=rules.sync.num_fragments,
         quorum=rules.sync.quorum,
         codec=rules.codec_up.name,
-        round_s=_round_s(boot),
+        shell=before.shell(),
     )
-    return fleet, _actual(boot, learners)
+    return fleet, _actual(last, actually, lived.between(last[0].at, last[-1].at))
 
 
-def _learners(boot: TapeBoot) -> dict[str, _Seen]:
+def _learners(records: Sequence[TapeEvent]) -> dict[PeerId, _Seen]:
     """By peer, those that told a step time."""
-    seen: dict[str, _Seen] = {}
-    for record in boot.events:
+    seen: dict[PeerId, _Seen] = {}
+    whose: dict[Digest, PeerId] = {}
+    for record in records:
         match record.event:
             case Connected(peer=peer):
                 seen.setdefault(peer, _Seen()).comes(record.at)
@@ -117,6 +153,11 @@ def _learners(boot: TapeBoot) -> dict[str, _Seen]:
                 seen.setdefault(peer, _Seen()).goes(record.at)
             case Received(sender=peer, message=Hello(host=host)):
                 seen.setdefault(peer, _Seen()).host = host
+            case Received(sender=peer, message=Contribution(blob=blob)):
+                seen.setdefault(peer, _Seen()).announced[blob.digest] = record.at
+                whose[blob.digest] = peer
+            case BlobArrived(blob=blob) if blob.digest in whose:
+                seen[whose.pop(blob.digest)].arrives(blob, record.at)
             case Received(sender=peer, message=Progress() as progress):
                 one = seen.setdefault(peer, _Seen())
                 one.said.append((record.at, progress.step, progress.tokens))
@@ -126,37 +167,37 @@ def _learners(boot: TapeBoot) -> dict[str, _Seen]:
                 pass
     for each in seen.values():
         if each.since is not None:
-            each.here_ms += boot.events[-1].at - each.since
+            each.here_ms += records[-1].at - each.since
     return {peer: each for peer, each in seen.items() if each.step_us}
 
 
-def _machine(peer: str, seen: _Seen) -> Machine:
-    up_mbit = 8e-6 * median(seen.bytes_per_s) if seen.bytes_per_s else UP_MBIT_UNKNOWN
+def _machine(peer: str, seen: _Seen, rtt_s: float | None, *, updates_mbit: float) -> Machine:
+    rtt_s = Machine.rtt_s if rtt_s is None else rtt_s
+    up_mbit = _up_mbit(seen, rtt_s)
     failed = len(seen.away_ms)
     return Machine(
         name=f"{seen.host} {peer[:8]}".strip(),
         step_s=seen.step_s,
         held_up=min(HELD_UP_MAX, max(0.0, 1.0 - seen.taken_ms / max(1.0, seen.possible_ms))),
         up_mbit=up_mbit,
-        down_mbit=up_mbit,
+        down_mbit=max(up_mbit, ROOM * updates_mbit),
+        rtt_s=rtt_s,
         fails_every_s=seen.here_ms / 1000 / failed if failed and seen.here_ms else NEVER_S,
         back_after_s=sum(seen.away_ms) / 1000 / failed if failed else 0.0,
     )
 
 
-def _round_s(boot: TapeBoot) -> float:
-    """Half of the rounds took no longer from a fragment's first sample to its merge."""
-    sampled: dict[int, int] = {}
-    took = []
-    for record in boot.events:
-        match record.event:
-            case Received(message=Sampled(fragment=fragment)):
-                sampled.setdefault(fragment, record.at)
-            case Merged(fragment=fragment) if fragment in sampled:
-                took.append(record.at - sampled.pop(fragment))
-            case _:
-                pass
-    return median(took) / 1000 if took else 0.0
+def _up_mbit(seen: _Seen, rtt_s: float) -> float:
+    """Of its line alone. What a learner calls its rate has the round trip and both ends' disks in it, which count for
+    more the smaller a delta is; it is taken where nothing was handed in."""
+    if not seen.uploads:
+        return 8e-6 * median(seen.bytes_per_s) if seen.bytes_per_s else UP_MBIT_UNKNOWN
+    rates = []
+    for size, took_ms, waited in seen.uploads:
+        took_s = max(1, took_ms) / 1000
+        line_s = took_s - BLOB_S - (rtt_s if waited else 0.0)
+        rates.append(8e-6 * size / max(line_s, took_s * LINE_SHARE_MIN))
+    return median(rates)
 
 
 def _params(boot: TapeBoot) -> float:
@@ -172,14 +213,14 @@ def _params(boot: TapeBoot) -> float:
     return max(1.0, 8 * sum(sizes.values()) / CODEC_BITS[boot.boot.rules.codec_up.name])
 
 
-def _tokens_per_step(learners: dict[str, _Seen]) -> int:
+def _tokens_per_step(learners: dict[PeerId, _Seen]) -> int:
     steps = sum(each.said[-1][1] - each.said[0][1] for each in learners.values())
     tokens = sum(each.said[-1][2] - each.said[0][2] for each in learners.values())
     return max(1, round(tokens / steps)) if steps else 1
 
 
-def _actual(boot: TapeBoot, learners: dict[str, _Seen]) -> Actual:
-    merges = [record.at for record in boot.events if isinstance(record.event, Merged)]
+def _actual(records: Sequence[TapeEvent], learners: dict[PeerId, _Seen], lived: Relived) -> Actual:
+    merges = [record.at for record in records if isinstance(record.event, Merged)]
     hours = (merges[-1] - merges[0]) / 3.6e6
     taken = possible = tokens = 0.0
     for each in learners.values():
@@ -191,5 +232,6 @@ def _actual(boot: TapeBoot, learners: dict[str, _Seen]) -> Actual:
         hours=hours,
         rounds_per_hour=(len(merges) - 1) / hours if hours else 0.0,
         tokens_per_hour=tokens,
+        participants=lived.participants,
         goodput=min(1.0, taken / possible) if possible > 0 else 0.0,
     )

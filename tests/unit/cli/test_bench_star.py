@@ -32,7 +32,7 @@ from geo_diloco.cli.bench_star_figures import (
     rounds_of,
     star_figures,
 )
-from geo_diloco.cli.bench_star_plan import StarPlan, link_from, parameters_from, star_run
+from geo_diloco.cli.bench_star_plan import Site, StarPlan, link_from, parameters_from, rig_plan, star_run
 from geo_diloco.cli.star_links import Star
 from geo_diloco.errors import ConfigError
 from geo_diloco.manifest import BootId, Digest, FragmentId, MonoMs, PeerId, RunId, RunRules
@@ -108,7 +108,6 @@ def seen() -> Seen:
         learners=[ann, replace(ann, name="ben", peer=BEN, samples=[], turn=2)],
         rounds=rounds,
         num_elements=(1_000, 1_000),
-        pace_ms=100,
         first=reading(5_000, 4_000, 6_000, 1.0),
         last=reading(15_000, 9_000, 16_000, 2.0),
         num_processors=2,
@@ -215,13 +214,13 @@ def test_a_learners_tape_and_its_last_progress_say_what_it_handed_in_and_how(tmp
     why = "int8:64: takes 1 s"
     said = Progress(step=7, tokens=700, step_time_us=1, upload_bytes_per_s=1, loss=None, cursor=0, turn=3, uplink=why)
     plan = replace(PLAN, learners=2, slow_one=5.0)
-    seen = learner_seen(plan, tmp_path, 2, {ANN: said})
+    seen = learner_seen(rig_plan(plan), tmp_path, 2, {ANN: said})
     assert seen.samples == [Sample(at_ms=2_000, fragment=1, digest="e" * 64)]
     assert seen.moments == [Moment(1_000, 7, 0.25, 0.125)]
     assert (seen.peer, seen.bytes_per_s, seen.turn, seen.uplink) == (ANN, 1_250_000, 3, why)
     assert seen.codec == "int4:64", "the run's own"
-    assert learner_seen(replace(plan, choices=True), tmp_path, 2, {ANN: said}).codec == "int8:64"
-    assert learner_seen(plan, tmp_path, 2, {}).turn == 1, "it never said"
+    assert learner_seen(rig_plan(replace(plan, choices=True)), tmp_path, 2, {ANN: said}).codec == "int8:64"
+    assert learner_seen(rig_plan(plan), tmp_path, 2, {}).turn == 1, "it never said"
 
 
 # ---- the plan
@@ -317,7 +316,8 @@ def dial(star: Star, name: str, front: int, size: int, *, bytes_per_s: float) ->
     command = [sys.executable, "-c", DIAL, str(front), str(size)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dialer:
         star.link(name, dialer.pid)
-        star.thin(name, bytes_per_s)
+        site = Site(pace_ms=1, up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s, round_trip_s=0.05)
+        star.thin(name, site)
         received, took_s = dialer.communicate(b"\n", timeout=60)[0].split()
     assert received == b"1"
     return float(took_s)

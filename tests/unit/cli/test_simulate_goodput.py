@@ -116,6 +116,8 @@ def test_a_fleet_and_what_volunteers_bring(monkeypatch: pytest.MonkeyPatch, caps
         (("--days", "3000", "--return-s", "9e6"), "failures and returns one after another"),
         (("--bandwidth", "--codec", "int5"), "--codec int5: no such codec; there are: none, bf16, int8, int4"),
         (("--bandwidth", "--sites", "1"), "--sites 1: wanted a number from 2"),
+        (("--from-tape", "t", "--hold-out", "0.95"), "--hold-out 0.95: wanted a number from 0 to 0.9"),
+        (("--paper", "--hold-out", "0.5"), "--hold-out 0.5: it is for --from-tape; leave it out"),
         (("--fleet", "nowhere.toml"), "nowhere.toml: No such file or directory; examples/fleet.toml in the sources"),
     ],
 )
