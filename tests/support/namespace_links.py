@@ -24,7 +24,7 @@ class Line:
 
 
 class NamespaceLinks:
-    """A `bench_star_rig.Links`. `hosts`: where each process is, by name; several may share one, and with it its line."""
+    """A `bench_star_rig.Links`. `hosts`: where each process is; several may share a host, and with it its line."""
 
     def __init__(self, namespaces: Namespaces, hosts: Mapping[str, int], lines: Mapping[int, Line]) -> None:
         self._namespaces = namespaces
