@@ -76,7 +76,7 @@ def test_the_command_sets_hivemind_beside_ours(monkeypatch: pytest.MonkeyPatch) 
         assert row["send_ms"] >= 8e3 * row["bytes_per_param"] * said["parameters"] / 20e6, "no faster than the link"
         assert row["ms_to_peer"] == pytest.approx(row["encode_ms"] + row["send_ms"] + row["decode_ms"])
     assert rows["hivemind FLOAT16"]["to_peer_share_of_float16"] == 1.0
-    assert rows["int4/64"]["to_peer_share_of_float16"] < rows["none"]["to_peer_share_of_float16"]
+    assert rows["int4/64"]["bytes_per_param"] < 0.3 * rows["hivemind FLOAT16"]["bytes_per_param"]
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--rate", "fast"), ("--rate", "0"), ("--rtt", "20"), ("--rtt", "-1ms")])
