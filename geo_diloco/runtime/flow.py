@@ -1,7 +1,7 @@
-"""How the pieces of one blob are spread over ways and streams, and what becomes of those that break off.
+"""How the bytes of one blob are spread over ways and streams, and what becomes of runs that break off.
 
-There is one queue of missing pieces; each way (to one address) takes runs of them with as many streams as help there.
-A run that breaks off goes back with the offsets reached, for whoever is next. A way that stalls, fails or lies is out
+There is one queue of missing bytes; each way (to one address) takes runs of them with as many streams as help there.
+What a run that breaks off has not moved goes back, for whoever is next. A way that stalls, fails or lies is out
 of this transfer and rests from others while there is somebody else; while it is the only one it is tried again for as
 long as that moves anything. Near the end whoever has nothing to do takes over from whoever is far slower. The transfer
 fails when no way is left. What a way really does (HTTP, up or down) is `transfer.py`'s matter.
@@ -13,19 +13,21 @@ import asyncio
 import random
 import time
 from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
-from geo_diloco.runtime.routes import Route, Routes
+from geo_diloco.runtime.routes import Routes
+from geo_diloco.runtime.runs import LATE_S, NotYetError, Run, Seat, Way, latest
 from geo_diloco.runtime.session import StallError, TransferRefused
-from geo_diloco.runtime.spans import Missing, Report, Span
+from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.streams import STREAMS_MAX, Climb, window_s
 
 FAILURES_MAX = 5
 """Tries in a row without progress over the only way there is."""
 FAILURES_AMONG_MAX = 2
 """The same, while there are others."""
+ENDING_MAX = 2
+"""So many times the streams that are at work may be under way, those included that wait for their last answer."""
 BACKOFF_S = 0.1
 POLL_S_MAX = 1.0
 """Between two questions for what isn't there yet."""
@@ -41,75 +43,8 @@ SILENT_S = 3.0
 cut off, which would show by itself only when a connection is given up."""
 
 
-class NotYetError(TransferError):
-    """The other side hasn't got it, or doesn't take it, and may before long. It is not blamed for that."""
-
-
 class _OverError(Exception):
     """The transfer ended while an answer was waited for."""
-
-
-class Way(Protocol):
-    """One address, as a transfer uses it. Every method raises TransferError, `NotYetError` or TransferRefused."""
-
-    url: str
-    patience_s: float
-    """How long it is waited for what it hasn't got yet; it is refused after that."""
-    confirmed: int
-    """Bytes that are known to have got where they should, this way: only more of them is progress."""
-
-    def open(self) -> Coroutine[Any, Any, Collection[int] | None]:
-        """Make ready, say into the queue what is known of the pieces, and return those that it has; None for all."""
-
-    async def move(self, span: Span) -> None:
-        """All of it, when it returns."""
-
-    async def left(self) -> Report | None:
-        """After something broke off: what is still missing, if that can be told without asking the other side. Raises
-        nothing."""
-
-
-@dataclass(eq=False)
-class _Run:
-    """A span under way."""
-
-    span: Span
-    size: int
-    began_at: float
-    heard_at: float
-    """When anything was moved last, or waited for its turn on this machine."""
-    moved: int = 0
-    is_ending: bool = False
-    """The rest of it is on its way: another may begin."""
-    is_taken_over: bool = False
-    is_silent: bool = False
-
-
-@dataclass(eq=False)
-class _Seat:
-    """A way, and how it does in this transfer."""
-
-    way: Way
-    route: Route
-    delay_s: float
-    climb: Climb
-    having: Collection[int] | None = None
-    must_open: bool = True
-    failures: int = 0
-    """Since there was progress."""
-    progress: int = 0
-    retry_at: float = 0.0
-    waits_since: float | None = None
-    polls: int = 0
-    runs: dict[asyncio.Task[None], _Run] = field(default_factory=dict)
-    began_at: float = 0.0
-    moved: int = 0
-    window_at: float = 0.0
-    window_moved: int = 0
-    is_window_full: bool = False
-    nudge: asyncio.Future[None] | None = None
-    is_out: bool = False
-    failure: TransferError | None = None
 
 
 class Flow:
@@ -120,7 +55,7 @@ class Flow:
         self._missing = missing
         self._routes = routes
         self._streams_max = streams_max
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._is_known = False
         """Somebody has said what there is to do."""
         self._pulse = asyncio.Event()
@@ -132,7 +67,7 @@ class Flow:
 
     def moved(self, way: Way, size: int, span: Span) -> None:
         """So many bytes of a span went over the wire. Towards its end the next one is begun, or the stream would stand
-        idle for a round trip."""
+        idle for a round trip: what we send goes out as soon as all of this one has, what we ask for needs a while."""
         seat = next(each for each in self._seats if each.way is way)
         seat.moved += size
         seat.waits_since = None
@@ -140,7 +75,7 @@ class Flow:
         if run is None:
             return
         run.moved += size
-        in_flight = run.moved / max(run.heard_at - run.began_at, 0.01) * seat.route.round_trip_s
+        in_flight = run.rate() * seat.route.round_trip_s * way.is_towards_us
         if not run.is_ending and run.size - run.moved <= min(in_flight, run.size / 2):
             run.is_ending = True
             if seat.nudge is not None and not seat.nudge.done():
@@ -150,7 +85,7 @@ class Flow:
         """What came waits for its turn on this machine: that is no silence."""
         self._heard(next(each for each in self._seats if each.way is way), span)
 
-    def _heard(self, seat: _Seat, span: Span) -> _Run | None:
+    def _heard(self, seat: Seat, span: Span) -> Run | None:
         run = next((each for each in seat.runs.values() if each.span is span), None)
         if run is not None:
             run.heard_at = time.monotonic()
@@ -163,7 +98,7 @@ class Flow:
         """
         for way, delay_s in ways:
             route = self._routes.to(way.url)
-            self._seats.append(_Seat(way, route, delay_s, Climb(min(route.streams, route.streams_max()))))
+            self._seats.append(Seat(way, route, delay_s, Climb(min(route.streams, route.streams_max()))))
         tasks = [asyncio.create_task(self._use(seat), name=f"way {seat.way.url}") for seat in self._seats]
         try:
             await asyncio.gather(*tasks)
@@ -177,7 +112,7 @@ class Flow:
 
     # ---- one way
 
-    async def _use(self, seat: _Seat) -> None:
+    async def _use(self, seat: Seat) -> None:
         await self._wait_turn(seat)
         seat.began_at = time.monotonic()
         seat.route.transfers += 1
@@ -204,7 +139,7 @@ class Flow:
             elapsed_s = time.monotonic() - seat.began_at
             self._routes.worked(seat.way.url, seat.moved, elapsed_s, streams=seat.climb.settled or seat.climb.streams)
 
-    async def _wait_turn(self, seat: _Seat) -> None:
+    async def _wait_turn(self, seat: Seat) -> None:
         """Whoever has a delay is a reserve: not needed while the others are of use."""
         begin, moved = time.monotonic(), 0
         while not self.is_done and any(each is not seat and not each.is_out for each in self._seats):
@@ -216,13 +151,13 @@ class Flow:
                 return
             begin, moved = time.monotonic(), so_far
 
-    def _leave(self, seat: _Seat, failure: TransferError) -> None:
+    def _leave(self, seat: Seat, failure: TransferError) -> None:
         seat.is_out, seat.failure = True, failure
         if not isinstance(failure, NotYetError):
             self._routes.failed(seat.way.url)
         self._tell()
 
-    async def _open(self, seat: _Seat) -> bool:
+    async def _open(self, seat: Seat) -> bool:
         """Ask the other side how things stand. False if that has to be tried again."""
         now = time.monotonic()
         if now < seat.retry_at:
@@ -265,7 +200,7 @@ class Flow:
             task.cancel()
             await asyncio.wait({task})
 
-    def _wait_for_it(self, seat: _Seat, exc: NotYetError) -> None:
+    def _wait_for_it(self, seat: Seat, exc: NotYetError) -> None:
         """Raises it when that has lasted too long."""
         now = time.monotonic()
         if seat.waits_since is None:
@@ -276,7 +211,7 @@ class Flow:
         seat.retry_at = now + min(POLL_S_MAX, BACKOFF_S * 2**seat.polls) * random.uniform(0.5, 1.5)
         seat.polls += 1
 
-    def _strike(self, seat: _Seat, exc: TransferError) -> None:
+    def _strike(self, seat: Seat, exc: TransferError) -> None:
         """A try broke off. Several at the same time are one: a link that is cut breaks them all. Raises `exc` when
         that was one too many."""
         now = time.monotonic()
@@ -294,29 +229,33 @@ class Flow:
             raise exc
         seat.retry_at = now + BACKOFF_S * 2**seat.failures * random.uniform(0.5, 1.5)
 
-    def _has_others(self, seat: _Seat) -> bool:
+    def _has_others(self, seat: Seat) -> bool:
         return any(each is not seat and not each.is_out and each.waits_since is None for each in self._seats)
 
     # ---- its streams
 
-    def _start_runs(self, seat: _Seat) -> bool:
+    def _start_runs(self, seat: Seat) -> bool:
         """As many as are of use; whether there are any."""
         most = min(self._streams_max, seat.route.streams_max())
         streams = min(seat.climb.streams, most)
         now = time.monotonic()
         rate = max(seat.route.bytes_per_s, seat.moved / max(now - seat.began_at, 1.0)) / streams
+        in_flight = int(rate * seat.route.round_trip_s)
         while (at_work := sum(not run.is_ending for run in seat.runs.values())) < streams and not seat.must_open:
-            span = self._missing.take(streams, seat.having, bytes_per_s=rate)
+            if len(seat.runs) >= ENDING_MAX * streams:
+                break
+            span = self._missing.take(streams, seat.having, bytes_per_s=rate, at_least=in_flight)
+            span = span or self._race(seat, rate)
             if span is None:
                 break
             task = asyncio.create_task(seat.way.move(span), name=f"bytes {span.begin} to {span.end}")
-            seat.runs[task] = _Run(span, span.num_bytes, now, now)
+            seat.runs[task] = Run(span, span.num_bytes, now, now)
         if at_work < streams:
             seat.is_window_full = False
             self._take_over(seat, rate)
         return bool(seat.runs)
 
-    async def _watch(self, seat: _Seat, *, until: float | None = None) -> None:
+    async def _watch(self, seat: Seat, *, until: float | None = None) -> None:
         """Until one of its streams ends, a window does, or `until`."""
         now = time.monotonic()
         end = seat.window_at + window_s(seat.route.round_trip_s)
@@ -324,6 +263,8 @@ class Flow:
             self._judge(seat, now)
             end = now + window_s(seat.route.round_trip_s)
         limit_s = max(0.0, (end if until is None else until) - now)
+        if not self._missing.num_bytes:
+            limit_s = min(limit_s, LATE_S / 2)
         if not seat.runs:
             return await self._wait(limit_s)
         nudge = seat.nudge = asyncio.get_running_loop().create_future()
@@ -331,7 +272,7 @@ class Flow:
         for task in [task for task in seat.runs if task.done()]:
             await self._ended(seat, task)
 
-    def _judge(self, seat: _Seat, now: float) -> None:
+    def _judge(self, seat: Seat, now: float) -> None:
         """How many streams the next window has."""
         if seat.is_window_full:
             under_way = sum(run.size - run.moved for each in self._seats for run in each.runs.values())
@@ -339,13 +280,15 @@ class Flow:
             seat.climb = seat.climb.judged(seat.moved - seat.window_moved, now - seat.window_at, left=left)
         seat.window_at, seat.window_moved, seat.is_window_full = now, seat.moved, True
 
-    async def _ended(self, seat: _Seat, task: asyncio.Task[None]) -> None:
+    async def _ended(self, seat: Seat, task: asyncio.Task[None]) -> None:
         run = seat.runs.pop(task)
         failure = None if task.cancelled() else task.exception()
         if failure is None and not task.cancelled():
             self._missing.finished(run.span)
-            if self.is_done:
-                self._tell()
+            self._end_races()
+            return
+        if run.raced is not None and self._missing.has_moved(run.raced):
+            self._missing.finished(run.span)  # whether all of it is there is asked in the end
             return
         await self._give_back(seat, run)
         if run.is_silent:
@@ -360,14 +303,14 @@ class Flow:
         else:
             raise failure
 
-    async def _give_back(self, seat: _Seat, run: _Run) -> None:
+    async def _give_back(self, seat: Seat, run: Run) -> None:
         report = await seat.way.left()
         self._missing.give_back(run.span)
         if report is not None:
             self._missing.know(report)
         self._tell()
 
-    async def _call_off(self, seat: _Seat) -> None:
+    async def _call_off(self, seat: Seat) -> None:
         """What is still under way this way goes back to the others."""
         for task in seat.runs:
             task.cancel()
@@ -383,29 +326,33 @@ class Flow:
 
     # ---- with nothing to do
 
-    async def _idle(self, seat: _Seat) -> None:
+    async def _idle(self, seat: Seat) -> None:
         """Others move the rest, or this way hasn't got what is missing: it may have it soon."""
         await self._wait(IDLE_S)
         if self._missing.num_bytes and not self._missing.has_any_of(seat.having):
             seat.must_open = True
 
-    def _take_over(self, seat: _Seat, own_rate: float) -> None:
+    def _take_over(self, seat: Seat, own_rate: float) -> None:
         """Cut off a run that all would wait for, because it is silent or so slow: it goes on elsewhere from where it
         was. What was in flight there is lost, but that is little, just because it is slow."""
         now = time.monotonic()
         if self._missing.has_any_of(seat.having):
             return
-        slowest: tuple[float, asyncio.Task[None], _Run] | None = None
+        slowest: tuple[float, asyncio.Task[None], Run] | None = None
         for other in self._seats:
             for task, run in other.runs.items():
-                if run.is_taken_over or not (seat.having is None or set(run.span.pieces()) <= set(seat.having)):
+                if (
+                    run.is_taken_over
+                    or run.raced is not None
+                    or not (seat.having is None or set(run.span.pieces()) <= set(seat.having))
+                ):
                     continue
                 if other is not seat and now - run.heard_at > SILENT_S + 4 * other.route.round_trip_s:
                     run.is_taken_over = run.is_silent = True
                     task.cancel()
                     return
                 left = run.size - run.moved
-                left_s = left * max(now - run.began_at, 0.1) / max(run.moved, 1)
+                left_s = run.left_s(now)
                 margin_s = max(TAKEN_OVER_S, 4 * seat.route.round_trip_s)
                 is_too_slow = own_rate >= 1.0 and left_s > SLOWER * left / own_rate + margin_s
                 if is_too_slow and now - run.began_at > 2 * margin_s and (slowest is None or left_s > slowest[0]):
@@ -413,6 +360,22 @@ class Flow:
         if slowest is not None:
             slowest[2].is_taken_over = True
             slowest[1].cancel()
+
+    def _race(self, seat: Seat, own_rate: float) -> Span | None:
+        """What is left of the run that all wait for, once more, when there is nothing else to do."""
+        if self._missing.num_bytes or seat.having is not None:
+            return None
+        run = latest(seat, own_rate, time.monotonic())
+        return None if run is None or run.raced is None else self._missing.race(run.raced)
+
+    def _end_races(self) -> None:
+        """What is all there by now is not waited for any longer."""
+        for seat in self._seats:
+            for task, run in seat.runs.items():
+                if run.raced is not None and self._missing.has_moved(run.raced):
+                    task.cancel()
+        if self.is_done:
+            self._tell()
 
     def _tell(self) -> None:
         self._pulse.set()

@@ -140,7 +140,12 @@ class Body(aiohttp.payload.Payload):
 
     async def write(self, writer: aiohttp.abc.AbstractStreamWriter) -> None:
         self._consumed = True  # the library must not begin again with what is left of it
-        self._deadline.watch(getattr(writer, "transport", None))
+        transport = getattr(writer, "transport", None)
+        self._deadline.watch(transport)
+        if transport is not None:
+            transport.set_write_buffer_limits(
+                0
+            )  # what was written is with the kernel, or we would not know how far it is
         try:
             async for chunk in self._chunks:
                 await writer.write(chunk)

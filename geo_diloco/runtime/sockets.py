@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-UNSENT_BYTES_MAX = 128 << 10
+UNSENT_BYTES_MAX = 32 << 10
 """Kept small so that what the kernel takes from us is what the network carries."""
 _ACKED_AT, _ACKED_END = 120, 128
 """Where `struct tcp_info` of Linux has the count of bytes that the other end has acknowledged."""

@@ -73,9 +73,16 @@ class Missing:
         """`pieces`: None for all."""
         return next(self._allowed(pieces), None) is not None
 
-    def take(self, num_streams: int, having: Collection[int] | None = None, *, bytes_per_s: float = 0.0) -> Span | None:
+    def take(
+        self,
+        num_streams: int,
+        having: Collection[int] | None = None,
+        *,
+        bytes_per_s: float = 0.0,
+        at_least: int = SPAN_BYTES_MIN,
+    ) -> Span | None:
         """For one of so many streams, of the pieces in `having` (None: of all); None if there is none. `bytes_per_s`:
-        of the one stream; while it is not known a span is one piece at most.
+        of the one stream; while it is not known a span is one piece at most. `at_least`: what a stream has on its way.
 
         A piece that was begun comes first, because its bytes are held in memory.
         """
@@ -91,7 +98,7 @@ class Missing:
         most = min(most, int(SPAN_S * bytes_per_s) if bytes_per_s else PIECE_BYTES)
         begin, end = first
         if not self._alone.intersection(Span(begin, end).pieces()):
-            end = _end_of(begin, end, max(SPAN_BYTES_MIN, most))
+            end = _end_of(begin, end, max(SPAN_BYTES_MIN, at_least, most))
         self._free = without(self._free, [(begin, end)])
         self._taken.append(Span(begin, end))
         return self._taken[-1]
@@ -101,6 +108,7 @@ class Missing:
         if having is None and not self._alone:
             yield from self._free
             return
+        self._complete_alone()
         for begin, end in self._free:
             run = begin
             for i in Span(begin, end).pieces():
@@ -115,6 +123,23 @@ class Missing:
             if run < end:
                 yield run, end
 
+    def _complete_alone(self) -> None:
+        """Of a piece that is to be moved as a whole nothing counts that came otherwise."""
+        for i in sorted(self._alone):
+            piece = piece_range(self._size, i)
+            is_under_way = any(span.begin < piece[1] and piece[0] < span.end for span in self._taken)
+            if not is_under_way and without([piece], self._free) != [piece]:
+                self._free = joined([*self._free, piece])
+                self._moved = without(self._moved, [piece])
+
+    def race(self, span: Span) -> Span:
+        """Those bytes are under way, and now once more."""
+        self._taken.append(span)
+        return span
+
+    def has_moved(self, span: Span) -> bool:
+        return not without([(span.begin, span.end)], self._moved)
+
     def finished(self, span: Span) -> None:
         """It went through."""
         self._taken.remove(span)
@@ -126,9 +151,10 @@ class Missing:
         self._moved = joined([*self._moved, where])
 
     def give_back(self, span: Span) -> None:
-        """Nobody moves it now. What of it got through meanwhile is not missing."""
+        """This one does not move it now. What of it got through meanwhile, or another moves too, is not missing."""
         self._taken.remove(span)
-        self._free = joined([*self._free, *without([(span.begin, span.end)], self._moved)])
+        others = [(each.begin, each.end) for each in self._taken]
+        self._free = joined([*self._free, *without([(span.begin, span.end)], [*self._moved, *others])])
 
     def know(self, report: Report) -> None:
         """What nobody is moving is now what the receiving side says that it lacks."""

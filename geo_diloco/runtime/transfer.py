@@ -20,7 +20,7 @@ from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.board import Direction, Line
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.disk import StoreFullError
-from geo_diloco.runtime.flow import Flow, NotYetError, Way
+from geo_diloco.runtime.flow import Flow
 from geo_diloco.runtime.pieces import (
     COMPLETE_HEADER,
     HELD_HEADER,
@@ -34,6 +34,7 @@ from geo_diloco.runtime.pieces import (
     status_from_headers,
 )
 from geo_diloco.runtime.ranges import num_bytes
+from geo_diloco.runtime.runs import NotYetError, Way
 from geo_diloco.runtime.session import (
     STALL_S,
     Body,
@@ -215,6 +216,8 @@ async def _check(response: Response) -> None:
 class _Upload:
     """The way to the peer that collects it."""
 
+    is_towards_us = False
+
     def __init__(self, move: _Move, base_url: str, *, ask_first: bool) -> None:
         self.url = base_url
         self.confirmed = 0
@@ -342,6 +345,8 @@ class _FetchJob:
 
 class _Fetch:
     """The way from one donor."""
+
+    is_towards_us = True
 
     def __init__(self, job: _FetchJob, source: Source) -> None:
         self.url = source.url

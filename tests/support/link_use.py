@@ -69,7 +69,7 @@ async def serve(folder: Path, congestion: str, ref: BlobRef) -> None:
     """Until standard input ends; then what came is printed."""
     port = RememberingPort()
     port.announce(ref)
-    server = HttpServer(port, Identity.generate(), BlobStore(folder), lanes=Lanes(congestion=congestion))
+    server = HttpServer(port, Identity.generate(), _store(folder, ref), lanes=Lanes(congestion=congestion))
     print(await server.start("0.0.0.0", 0), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     print(server.counters.bulk_in, flush=True)
@@ -79,7 +79,7 @@ async def serve(folder: Path, congestion: str, ref: BlobRef) -> None:
 async def dial(folder: Path, congestion: str, ref: BlobRef, url: str, direction: str) -> None:
     """Move the blob and print how it went: "up", "down", or with "idle" nothing but questions."""
     lanes = Lanes(congestion=congestion)
-    store = BlobStore(folder)
+    store = _store(folder, ref)
     async with make_session(congestion=lanes.controls) as session:
         bulk = Bulk(session, lanes=lanes)
         took_ms: list[float] = []
@@ -105,6 +105,14 @@ async def dial(folder: Path, congestion: str, ref: BlobRef, url: str, direction:
             "control_ms": took_ms,
         }
         print(json.dumps(figures), flush=True)
+
+
+def _store(folder: Path, ref: BlobRef) -> BlobStore:
+    """Knows the index of what is there, as whoever has just put it there does."""
+    store = BlobStore(folder)
+    if store.has(ref):
+        store.index(ref)
+    return store
 
 
 async def _ask(url: str, controls: Sequence[str], took_ms: list[float]) -> None:

@@ -15,8 +15,9 @@ from geo_diloco.errors import TransferError
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import flow
 from geo_diloco.runtime.bulk import Bulk
-from geo_diloco.runtime.flow import Flow, _Seat
+from geo_diloco.runtime.flow import Flow
 from geo_diloco.runtime.routes import Routes
+from geo_diloco.runtime.runs import Seat
 from geo_diloco.runtime.session import TransferRefused, make_session
 from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStore, blob_ref, piece_digests
@@ -177,7 +178,7 @@ def test_a_piece_that_is_sent_alone_is_none_of_the_others_business(tmp_path: Pat
         move.flow = Flow(move.missing, routes=bulk.routes)
         job = _FetchJob(move, has_index=True, begun=())
         way = _Fetch(job, Source(donors[0].url))
-        move.flow._seats.append(_Seat(way, bulk.routes.to(way.url), 0.0, Climb(1)))
+        move.flow._seats.append(Seat(way, bulk.routes.to(way.url), 0.0, Climb(1)))
         job.begins(1, "another")
         job.begins(1, way.url)
         assert not job.is_to_blame(1, way.url), "two sent parts of it"

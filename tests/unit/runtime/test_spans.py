@@ -95,9 +95,27 @@ def test_a_piece_that_is_kept_whole_is_one_span_and_waits_until_all_of_it_is_the
     missing.keep_whole(1)
     assert missing.take(8) == Span(0, 3 * PIECE_BYTES // 16)
     assert [missing.take(8, {1}), missing.take(8, {1})] == [Span(PIECE_BYTES, 2 * PIECE_BYTES), None]
-    missing = Missing(size, [(PIECE_BYTES + 1, size)])
+    missing = Missing(size, [(PIECE_BYTES, size)])
+    begun = missing.take(8)
+    assert begun is not None and begun.begin == PIECE_BYTES
     missing.keep_whole(1)
-    assert missing.take(1, {1}) is None and missing.take(1) == Span(2 * PIECE_BYTES, 2 * PIECE_BYTES + PIECE_BYTES)
+    assert missing.take(1, {1}) is None, "a part of it is under way"
+    missing.finished(begun)
+    assert missing.take(1, {1}) == Span(PIECE_BYTES, 2 * PIECE_BYTES), "what came otherwise does not count"
+
+
+def test_a_rest_that_two_move_is_missing_only_when_both_gave_it_back() -> None:
+    missing = Missing(PIECE_BYTES, [(0, PIECE_BYTES)])
+    first = missing.take(1)
+    assert first is not None
+    rest = missing.race(Span(first.begin + 9, first.end))
+    missing.give_back(first)
+    assert missing.num_bytes == PIECE_BYTES - rest.num_bytes
+    missing.give_back(rest)
+    assert not missing.has_moved(rest)
+    again = missing.race(rest)
+    missing.finished(again)
+    assert missing.has_moved(rest)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.data())
