@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from geo_diloco.sim.train.comparing import mean_loss
+from geo_diloco.sim.train.results import mean_loss
 
 if TYPE_CHECKING:
-    from geo_diloco.sim.train.comparing import ArmResult
+    from geo_diloco.sim.train.results import ArmResult
 
 WIDTH = 240
 """More than a table needs: a line is never broken here, so that it can be copied whole."""
@@ -28,23 +28,28 @@ def table(results: Sequence[ArmResult]) -> str:
     headings = [f"seed {seed}" for seed in seeds] + (["mean"] if len(seeds) > 1 else [])
     if any(result.accuracy is not None for result in results):
         headings.append("accuracy")
+    at_equal_tokens = len({result.tokens_trained for result in results}) == 1
+    if not at_equal_tokens:
+        headings.append("tokens")
     headings += ["merged", "carried", "dropped", "commits", "of", "B/param up, down", "MB up, down", "virtual", "wall"]
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
     for arm in dict.fromkeys(result.arm for result in results):
-        grid.add_row(Text(arm), *_cells([result for result in results if result.arm == arm]))
+        runs = [result for result in results if result.arm == arm]
+        grid.add_row(Text(arm), *_cells(runs, with_tokens=not at_equal_tokens))
     unbalanced = [result.arm for result in results if not result.tokens_balance]
     written = io.StringIO()
     console = Console(file=written, width=WIDTH, highlight=False)
     unit = "token" if results[0].accuracy is None else "image"
-    console.print(f"held-out nats/{unit} of Theta at {results[0].tokens_trained:,} tokens trained")
+    when = f"at {results[0].tokens_trained:,} tokens trained" if at_equal_tokens else "when the budget is spent"
+    console.print(f"held-out nats/{unit} of Theta {when}")
     console.print(grid)
     balance = f"NO: {', '.join(unbalanced)}" if unbalanced else "yes"
     console.print(Text(f"tokens balance (trained = merged + in flight + carried + dropped): {balance}"))
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def _cells(runs: Sequence[ArmResult]) -> list[str]:
+def _cells(runs: Sequence[ArmResult], *, with_tokens: bool) -> list[str]:
     losses = [run.heldout for run in runs]
     cells = [_loss(loss) for loss in losses]
     if len(losses) > 1:
@@ -52,7 +57,9 @@ def _cells(runs: Sequence[ArmResult]) -> list[str]:
     accuracies = [run.accuracy for run in runs if run.accuracy is not None]
     if accuracies:
         cells.append(f"{_mean(accuracies):.1%}")
-    trained = sum(run.tokens_trained for run in runs)
+    trained = max(1, sum(run.tokens_trained for run in runs))
+    if with_tokens:
+        cells.append(f"{_mean(run.tokens_trained for run in runs):,.0f}")
     cells += [
         f"{sum(tokens) / trained:.1%}"
         for tokens in (
