@@ -66,6 +66,21 @@ def test_a_learner_that_is_away_leaves_the_group_and_comes_back() -> None:
     assert group.here == {0, 1}
 
 
+def test_a_learner_that_is_away_does_not_fail_besides_and_stays_away_for_the_longest() -> None:
+    assert stops(Group(plan(away(2, 10, 40), part(1, 20, 30, learner=2)), {0, 1}, elastic=True)) == [
+        (10_000, 11_000),
+        (40_000, 42_000),
+    ]
+    for_good = Group(plan(away(2, 10, None), away(2, 15, 20)), {0, 1}, elastic=True)
+    for_good.follow(50_000)
+    assert for_good.here == {0}
+    longest = Group(plan(away(2, 10, 30), away(2, 15, 20)), {0, 1}, elastic=True)
+    longest.follow(25_000)
+    assert longest.here == {0}
+    longest.follow(30_000)
+    assert longest.here == {0, 1}
+
+
 def test_what_befalls_a_learner_befalls_it_in_a_stop_too() -> None:
     group = Group(plan(part(1, 10, 30), away(2, 10.5, 25)), {0, 1}, elastic=True)
     assert stops(group) == [(10_000, 11_500), (25_000, 27_000), (30_000, 32_000)]
