@@ -1,4 +1,4 @@
-"""Pictures of `simulate goodput`, as the paper draws them. The one home of matplotlib, which is an extra (`plot`)."""
+"""Pictures of `simulate goodput`, as the paper draws them; matplotlib is an extra (`plot`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plot_goodput(outcomes: Sequence[Outcome], path: Path, *, published: Mapping[
     axes.set_xticks(ticks, [_short(tick) for tick in ticks])
     axes.set_ylim(0, 100)
     axes.legend(fontsize="small", title="x: published" if published else None)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_scavenging(cells: Sequence[ScavengeCell], path: Path) -> None:
@@ -60,7 +60,7 @@ def plot_scavenging(cells: Sequence[ScavengeCell], path: Path) -> None:
         axes.plot(at, [cell.published for cell in row], linestyle="none", marker="x", color="black")
         axes.set_xticks(range(len(row)), [f"+{cell.extra:.0%}" for cell in row])
     axes.legend(title="x: published")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _axes(across: str, up: str) -> tuple[Any, Any]:
@@ -78,7 +78,8 @@ def _short(number: int) -> str:
     return f"{number / 1e6:g}M" if number >= 1e6 else f"{number / 1e3:g}k" if number >= 1e3 else str(number)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Raises ConfigError."""
     try:
         figure.savefig(path)
     except OSError as exc:

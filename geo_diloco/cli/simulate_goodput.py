@@ -60,6 +60,9 @@ def goodput(
     hold_out: Annotated[
         float, typer.Option(help="--from-tape: keep that share, its end, from the prediction, and compare with it.")
     ] = 0.0,
+    write_plan: Annotated[Path | None, typer.Option(help="Failures as a plan for `simulate train --faults`.")] = None,
+    plan_seconds: Annotated[float, typer.Option(help="--write-plan: of the run; then it begins anew.")] = 600.0,
+    plan_scale: Annotated[float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")] = 25.0,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -70,7 +73,9 @@ def goodput(
     kinds = (paper, calibrate, scavenge, bandwidth, fleet is not None, from_tape is not None)
     question = _question(dict(zip(QUESTIONS, kinds, strict=True)), with_systems=bool(chips or learners or mtbi_days))
     if plot is not None:
-        _can_plot(plot, question)
+        _can_plot(plot, question or ("--write-plan" if write_plan else ""))
+    if write_plan is not None and question:
+        raise ConfigError(f"--write-plan {write_plan}: not with {question}; leave one of them out")
     times = {"downscale_s": downscale_s, "upscale_s": upscale_s, "return_s": return_s, "lost_s": lost_s}
     world = _world(
         seeds=(seeds, seed),
@@ -82,7 +87,9 @@ def goodput(
         quorum=quorum,
         grace=grace,
     )
-    if question == "--paper":
+    if write_plan is not None:
+        _write_plan(write_plan, _systems(chips, learners, world), world, (plan_scale, plan_seconds), as_json=as_json)
+    elif question == "--paper":
         _paper(world, plot, as_json=as_json)
     elif question == "--calibrate":
         _calibrate(world, as_json=as_json)
@@ -95,6 +102,17 @@ def goodput(
         _fleet(fleet, from_tape, hold_out, world, as_json=as_json)
     else:
         _table(_systems(chips, learners, world), world, plot, as_json=as_json)
+
+
+def _write_plan(
+    path: Path, systems: list[System], world: World, scale_and_seconds: tuple[float, float], *, as_json: bool
+) -> None:
+    from geo_diloco.cli.goodput_plan import write_plan
+
+    scale, seconds = scale_and_seconds
+    _check("--plan-scale", scale, 0.001, 1e6)
+    _check("--plan-seconds", seconds, 1, 1e6)
+    write_plan(path, systems, world, scale=scale, seconds=seconds, as_json=as_json)
 
 
 def _question(given: dict[str, bool], *, with_systems: bool) -> str:

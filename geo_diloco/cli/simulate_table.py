@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from geo_diloco.sim.train.comparing import mean_loss
 from geo_diloco.sim.train.pairing import difference
+from geo_diloco.sim.train.results import mean_loss
 
 if TYPE_CHECKING:
-    from geo_diloco.sim.train.comparing import ArmResult
+    from geo_diloco.sim.train.results import ArmResult
 
 WIDTH = 240
 """More than a table needs: a line is never broken here, so that it can be copied whole."""
@@ -31,6 +31,9 @@ def table(results: Sequence[ArmResult]) -> str:
     if any(result.accuracy is not None for result in results):
         headings.append("accuracy")
     headings += ["against the first"] if len(arms) > 1 else []
+    at_equal_tokens = len({result.tokens_trained for result in results}) == 1
+    if not at_equal_tokens:
+        headings.append("tokens")
     headings += ["merged", "carried", "dropped", "commits", "of", "B/param up, down", "MB up, down", "virtual", "wall"]
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -38,12 +41,13 @@ def table(results: Sequence[ArmResult]) -> str:
     for arm in arms:
         runs = [result for result in results if result.arm == arm]
         against = [] if len(arms) == 1 else [_against(runs, None if arm == arms[0] else first)]
-        grid.add_row(Text(arm), *_losses(runs), *against, *_cells(runs))
+        grid.add_row(Text(arm), *_losses(runs), *against, *_cells(runs, with_tokens=not at_equal_tokens))
     unbalanced = [result.arm for result in results if not result.tokens_balance]
     written = io.StringIO()
     console = Console(file=written, width=WIDTH, highlight=False)
     unit = "token" if results[0].accuracy is None else "image"
-    console.print(f"held-out nats/{unit} of Theta at {results[0].tokens_trained:,} tokens trained")
+    when = f"at {results[0].tokens_trained:,} tokens trained" if at_equal_tokens else "when the budget is spent"
+    console.print(f"held-out nats/{unit} of Theta {when}")
     console.print(grid)
     balance = f"NO: {', '.join(unbalanced)}" if unbalanced else "yes"
     console.print(Text(f"tokens balance (trained = merged + in flight + carried + dropped): {balance}"))
@@ -66,9 +70,10 @@ def _against(runs: Sequence[ArmResult], first: Sequence[float | None] | None) ->
     return f"{100 * paired.mean:+.2f}{margin} %"
 
 
-def _cells(runs: Sequence[ArmResult]) -> list[str]:
-    trained = sum(run.tokens_trained for run in runs)
-    cells = [
+def _cells(runs: Sequence[ArmResult], *, with_tokens: bool) -> list[str]:
+    trained = max(1, sum(run.tokens_trained for run in runs))
+    cells = [f"{_mean(run.tokens_trained for run in runs):,.0f}"] if with_tokens else []
+    cells += [
         f"{sum(tokens) / trained:.1%}"
         for tokens in (
             [run.tokens_merged for run in runs],

@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from geo_diloco import __version__
 from geo_diloco.cli.options import answer, say
 from geo_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from geo_diloco.sim.train.comparing import ArmResult
+    from geo_diloco.sim.train.arms import Arm
     from geo_diloco.sim.train.fleet import Fleet
+    from geo_diloco.sim.train.results import ArmResult
     from geo_diloco.training.presets import ModelName
 
 LEARNERS_MAX = 64
+TOKENS = 1_000_000
+"""Unless it is said."""
 TOKENS_MAX = 10**12
+SECONDS_MAX = 1e7
 STEP_MS_MAX = 3_600_000
 DELAY_MS_MAX = 60_000
 MBIT_MAX = 1e6
@@ -36,62 +41,128 @@ def train(
         typer.Option(
             "--arm",
             metavar="KIND[:KEY=VALUE,...]",
-            help="Several times: decoupled, diloco or data-parallel, with settings, as decoupled:K=1,kappa=0,"
-            "codec_up=int8; links=0.01 makes all links so much thinner. [default: one of each]",
+            help="Several times: decoupled, diloco, data-parallel or elastic-data-parallel, with settings, as "
+            "decoupled:K=1,kappa=0,codec_up=int8; links=0.01 thins its links, faults=off leaves the fault "
+            "plan out. [default: the first three]",
         ),
     ] = None,
     model: Annotated[
         str, typer.Option(help="dense (bytes), moe (a mixture of experts on bytes) or vit (images of digits).")
     ] = "dense",
     learners: Annotated[int, typer.Option(help="How many learners.")] = 4,
+    add_at: Annotated[
+        list[str] | None,
+        typer.Option("--add-at", metavar="TOKENS:N", help="N more when so many tokens are trained; several times."),
+    ] = None,
     speeds: Annotated[str, typer.Option(help="Relative speeds, one for each learner: 1,0.8,0.5,0.2.")] = "1",
     step_ms: Annotated[int, typer.Option(help="Milliseconds of an inner step at speed 1.")] = 160,
     up: Annotated[str, typer.Option(help="Mbit/s up, for all or one for each learner.")] = "100",
     down: Annotated[str, typer.Option(help="Mbit/s down, for all or one for each learner.")] = "100",
     delay_ms: Annotated[str, typer.Option(help="Delay one way in milliseconds, for all or for each.")] = "20",
-    tokens: Annotated[int, typer.Option(help="Tokens each arm trains on, all learners together.")] = 1_000_000,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens each arm trains on, all learners together. [default: 1000000]")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Virtual seconds that each arm trains for, instead of --tokens.")
+    ] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="Several times. [default: 0]")] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", help="So many seeds, from 0 on.")] = None,
     faults: Annotated[
-        Path | None, typer.Option(help="Fault plan (TOML): crashes, freezes and cuts, for decoupled arms.")
+        Path | None,
+        typer.Option(help="Fault plan (TOML): crashes, freezes, cuts; or one of `simulate goodput --write-plan`."),
     ] = None,
     lockstep: Annotated[bool, typer.Option("--lockstep", help="Decoupled arms in lockstep, with K = all.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results: the same command again takes them over, and goes on.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw curves into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of the table, a summary last.")] = False,
 ) -> None:
     """Really train a small model, in one process under virtual time, by several methods side by side."""
     from geo_diloco.sim.train.arms import DEFAULT_ARMS, arms_from, base_manifest
-    from geo_diloco.sim.train.comparing import compare, summarize
+    from geo_diloco.sim.train.results import summarize
 
     _check("--learners", learners, 1, LEARNERS_MAX)
-    _check("--tokens", tokens, 1, TOKENS_MAX)
+    budget = _budget(tokens, seconds)
     chosen = _seeds(seed, seeds)
-    fleet = _fleet(learners, speeds=speeds, step_ms=step_ms, links=(up, down, delay_ms), faults=faults)
-    if lockstep and fleet.faults:
-        raise ConfigError(f"--faults {faults}: not with --lockstep, where all wait for one that is away; leave one out")
-    base = base_manifest(num_learners=learners, tokens=tokens, lockstep=lockstep, model=_model(model))
+    joins = _joins(add_at or [], learners, tokens_max=budget if seconds is None else TOKENS_MAX)
+    fleet = _fleet(learners, joins, speeds=speeds, step_ms=step_ms, links=(up, down, delay_ms), faults=faults)
+    _check_lockstep(lockstep, faults=faults, add_at=add_at, seconds=seconds)
+    base = base_manifest(
+        num_learners=fleet.num_learners, tokens=budget, lockstep=lockstep, model=_model(model), seconds=seconds
+    )
     arms = arms_from(arm or list(DEFAULT_ARMS), base, num_learners=learners)
-
-    def told(result: ArmResult) -> None:
-        loss = "not finite" if result.heldout is None else f"{result.heldout:.4f}"
-        right = "" if result.accuracy is None else f", {result.accuracy:.1%} right"
-        say(f"{result.arm}, seed {result.seed}: held-out loss {loss}{right}, {result.wall_s:.0f} s", err=True)
-        if as_json:
-            answer(json.dumps(result.to_json()))
-
-    results = compare(arms, fleet, chosen, told)
+    results = _compared(arms, fleet, chosen, files=(out, plot), as_json=as_json)
     if as_json:
-        facts = {
-            "model": model,
-            "learners": learners,
-            "tokens": base.stop.tokens,
-            "seeds": chosen,
-            "lockstep": lockstep,
-        }
-        answer(json.dumps(summarize(arms, results, facts)))
+        facts = {"model": model, "learners": learners, "joins": joins, "tokens": base.stop.tokens, "seconds": seconds}
+        answer(json.dumps(summarize(arms, results, facts | {"seeds": chosen, "lockstep": lockstep})))
         return
     from geo_diloco.cli.simulate_table import table
 
     answer(table(results))
+
+
+def _compared(
+    arms: tuple[Arm, ...], fleet: Fleet, seeds: list[int], *, files: tuple[Path | None, Path | None], as_json: bool
+) -> list[ArmResult]:
+    """All results; `files` are the folder that keeps them and the picture."""
+    from geo_diloco.cli.goodput_plot import check_plot
+    from geo_diloco.cli.simulate_plot import plot_training
+    from geo_diloco.cli.simulate_progress import Teller
+    from geo_diloco.sim.train.comparing import compare
+    from geo_diloco.sim.train.keeping import Kept
+
+    out, plot = files
+    if plot is not None:
+        check_plot(plot)
+    kept = None if out is None else Kept(out, lambda line: say(line, err=True), version=__version__)
+    with Teller(len(arms) * len(seeds), as_json=as_json) as teller:
+        results = compare(arms, fleet, seeds, teller, kept=kept)
+    if plot is not None:
+        plot_training(results, plot)
+    return results
+
+
+def _budget(tokens: int | None, seconds: float | None) -> int:
+    """Of tokens; without meaning where there are seconds."""
+    if seconds is not None:
+        if tokens is not None:
+            raise ConfigError(f"--seconds {seconds:g}: together with --tokens; give one of them")
+        _check("--seconds", seconds, 1, SECONDS_MAX)
+    if tokens is None:
+        return TOKENS
+    _check("--tokens", tokens, 1, TOKENS_MAX)
+    return tokens
+
+
+def _joins(given: list[str], num_learners: int, *, tokens_max: int) -> tuple[int, ...]:
+    """For each learner that comes later, after how many tokens."""
+    joins: list[int] = []
+    for text in given:
+        when, _, number = text.partition(":")
+        scale = {"k": 1_000, "M": 1_000_000}.get(when[-1:], 1)
+        digits = when if scale == 1 else when[:-1]
+        if not (digits.isascii() and digits.isdigit() and number.isascii() and number.isdigit()):
+            raise ConfigError(f"--add-at {text}: wanted TOKENS:N, as 500000:2 or 500k:2")
+        tokens = int(digits[:18]) * scale
+        if not 1 <= tokens < tokens_max:
+            raise ConfigError(
+                f"--add-at {text}: {tokens} tokens; allowed is a number from 1, below the {tokens_max} in all"
+            )
+        if not 1 <= int(number[:6]) <= LEARNERS_MAX - num_learners - len(joins):
+            raise ConfigError(f"--add-at {text}: wanted 1 or more learners, {LEARNERS_MAX} at most in all")
+        joins += [tokens] * int(number)
+    return tuple(sorted(joins))
+
+
+def _check_lockstep(lockstep: bool, *, faults: Path | None, add_at: list[str] | None, seconds: float | None) -> None:
+    if not lockstep:
+        return
+    if faults is not None:
+        raise ConfigError(f"--faults {faults}: not with --lockstep, where all wait for one that is away; leave one out")
+    if add_at or seconds is not None:
+        flag = f"--add-at {add_at[0]}" if add_at else f"--seconds {seconds:g}"
+        raise ConfigError(f"{flag}: not with --lockstep, where all take the same number of steps; leave one out")
 
 
 def _model(given: str) -> ModelName:
@@ -114,11 +185,15 @@ def _seeds(given: list[int] | None, number: int | None) -> list[int]:
     return list(dict.fromkeys(given or [0]))
 
 
-def _fleet(num_learners: int, *, speeds: str, step_ms: int, links: tuple[str, str, str], faults: Path | None) -> Fleet:
+def _fleet(
+    num_founders: int, joins: tuple[int, ...], *, speeds: str, step_ms: int, links: tuple[str, str, str],
+    faults: Path | None,
+) -> Fleet:  # fmt: skip
     from geo_diloco.config import load_fault_plan
-    from geo_diloco.sim.train.fleet import Fleet, Machine
+    from geo_diloco.sim.train.fleet import NO_FAULTS, Fleet, Machine
 
     _check("--step-ms", step_ms, 1, STEP_MS_MAX)
+    num_learners = num_founders + len(joins)
     up, down, delay = links
     columns = zip(
         _numbers("--speeds", speeds, num_learners, SPEED_MIN, 1000.0),
@@ -131,8 +206,8 @@ def _fleet(num_learners: int, *, speeds: str, step_ms: int, links: tuple[str, st
         Machine(step_ms=max(1, round(step_ms / speed)), up_mbit=up, down_mbit=down, delay_ms=round(delay_ms))
         for speed, up, down, delay_ms in columns
     )
-    plan = () if faults is None else load_fault_plan(faults, num_learners=num_learners)
-    return Fleet(machines=machines, faults=plan)
+    plan = NO_FAULTS if faults is None else load_fault_plan(faults, num_learners=num_learners)
+    return Fleet(machines=machines, joins=joins, plan=plan)
 
 
 def _numbers(flag: str, text: str, num_learners: int, low: float, high: float) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from geo_diloco.config.faults import Fault, load_fault_plan
+from geo_diloco.config.faults import Fault, FaultPlan, fault_plan_text, load_fault_plan
 from geo_diloco.config.fleets import FleetFile, FleetMachine, load_fleet
 from geo_diloco.config.manifests import (
     changed_manifest,
@@ -23,11 +23,13 @@ from geo_diloco.config.peer import (
 
 __all__ = [
     "Fault",
+    "FaultPlan",
     "FleetFile",
     "FleetMachine",
     "PeerConfig",
     "changed_manifest",
     "checked_contacts",
+    "fault_plan_text",
     "is_loopback",
     "load_fault_plan",
     "load_fleet",

@@ -20,7 +20,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "datasets": ("training/data.py",),
     "hivemind": ("runtime/dht.py", "cli/bench_hivemind.py"),
     "huggingface_hub": ("training/",),
-    "matplotlib": ("cli/goodput_plot.py",),
+    "matplotlib": ("cli/goodput_plot.py", "cli/simulate_plot.py"),
     "numpy": ("numerics/", "sim/goodput/", "training/"),
     "platformdirs": ("config/peer.py", "cli/demo_files.py"),
     "psutil": ("cli/bench_usage.py",),

@@ -65,7 +65,8 @@ COMMANDS: dict[str, list[str]] = {
 SIMULATE_TRAIN = sorted(
     [
         *("--arm", "--model", "--learners", "--speeds", "--step-ms", "--up", "--down", "--delay-ms"),
-        *("--tokens", "--seed", "--seeds", "--faults", "--lockstep", "--json"),
+        *("--tokens", "--seconds", "--seed", "--seeds", "--faults", "--lockstep", "--json"),
+        *("--add-at", "--out", "--plot"),
     ]
 )
 SIMULATE_PROTOCOL = ["--hosts", "--jobs", "--json", "--scenario", "--seconds", "--seed", "--seeds"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from geo_diloco.config import FaultPlan
 from geo_diloco.manifest import CodecSpec, DataSpec, EvalSpec, InnerSpec, ModelSpec, OuterSpec, RunManifest, StopSpec
 from geo_diloco.sim.train.fleet import Fleet, Machine
 from geo_diloco.training.presets import demo_manifest
@@ -46,5 +47,7 @@ def lockstep_manifest(*, num_learners: int, num_steps: int, **sync: Any) -> RunM
 def fleet(*step_ms: int, **changes: Any) -> Fleet:
     """Learners of these step times on quick links."""
     link: dict[str, Any] = {"up_mbit": 100.0, "down_mbit": 100.0, "delay_ms": 5}
-    faults = changes.pop("faults", ())
-    return Fleet(machines=tuple(Machine(step_ms=ms, **(link | changes)) for ms in step_ms), faults=faults)
+    plan, joins = FaultPlan(faults=changes.pop("faults", ())), changes.pop("joins", ())
+    plan = changes.pop("plan", plan)
+    machines = tuple(Machine(step_ms=ms, **(link | changes)) for ms in step_ms)
+    return Fleet(machines=machines, plan=plan, joins=joins)

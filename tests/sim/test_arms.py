@@ -76,7 +76,7 @@ def test_an_arm_may_have_thinner_links_and_the_same_manifest(kind: str) -> None:
         ("decupled", '"decupled" is no known arm; did you mean decoupled?'),
         ("sgd", '"sgd" is no known arm; allowed are decoupled, diloco, data-parallel'),
         ("decoupled:quorm=1", '"quorm" is no known key of decoupled; did you mean quorum?'),
-        ("diloco:kappa=0", '"kappa" is no known key of diloco; allowed are eta, final_share, interval_steps, lea'),
+        ("diloco:kappa=0", '"kappa" is no known key of diloco; allowed are eta, faults, final_share, interval_s'),
         ("data-parallel:H=3", '"H" is no known key of data-parallel; allowed are'),
         ("decoupled:kappa", '"kappa" is no setting; write key=value'),
         ("decoupled:quorum=1,K=2", "quorum is given twice; give it once"),

@@ -9,8 +9,9 @@ import pytest
 from geo_diloco.config import Fault
 from geo_diloco.errors import ConfigError
 from geo_diloco.sim.train.arms import Arm, ArmKind
-from geo_diloco.sim.train.comparing import mean_loss, run_arm
+from geo_diloco.sim.train.comparing import run_arm
 from geo_diloco.sim.train.fleet import Fleet, Machine
+from geo_diloco.sim.train.results import mean_loss
 from geo_diloco.training.models import build_model
 
 from .runs import TOKENS_PER_STEP, fleet, small_manifest
@@ -63,7 +64,7 @@ def test_figures_of_a_decoupled_run_add_up() -> None:
 
 
 def test_an_arm_that_gets_stuck_is_named() -> None:
-    gone = replace(fleet(100), faults=(Fault(learner=1, kind="crash", from_s=0.5),))
+    gone = fleet(100, faults=(Fault(learner=1, kind="crash", from_s=0.5),))
     with pytest.raises(ConfigError, match="--arm decoupled, seed 4: nobody trains any more"):
         run_arm(arm("decoupled"), gone, 4)
 
@@ -71,3 +72,27 @@ def test_an_arm_that_gets_stuck_is_named() -> None:
 def test_an_arm_that_diverged_with_one_seed_has_no_mean() -> None:
     assert mean_loss([2.0, 3.0]) == 2.5
     assert mean_loss([2.0, None]) is None
+
+
+def test_faults_are_for_every_arm_but_those_that_leave_them_out() -> None:
+    away = fleet(100, 100, delay_ms=0, faults=(Fault(learner=2, kind="freeze", from_s=0.5, until_s=2.5),))
+    ms = {}
+    for kind in ("diloco", "data-parallel", "elastic-data-parallel"):
+        hit, calm = run_arm(arm(kind), away, 3), run_arm(replace(arm(kind), under_faults=False), away, 3)
+        ms[kind] = hit.virtual_ms - calm.virtual_ms
+        assert calm.heldout == run_arm(arm(kind), fleet(100, 100, delay_ms=0), 3).heldout
+        assert (hit.heldout == calm.heldout) == (kind != "elastic-data-parallel"), "only it trains on other batches"
+    upscale_ms = 560
+    assert ms["data-parallel"] == ms["diloco"] == 2000 + upscale_ms
+    assert 0 < ms["elastic-data-parallel"] < ms["data-parallel"]
+
+
+def test_an_elastic_group_that_loses_nobody_is_data_parallel_to_the_bit() -> None:
+    whole, elastic = (run_arm(arm(kind), fleet(100, 100), 3) for kind in ("data-parallel", "elastic-data-parallel"))
+    assert (whole.curve, whole.virtual_ms) == (elastic.curve, elastic.virtual_ms)
+
+
+def test_more_exchanges_than_can_be_held_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("geo_diloco.sim.train.comparing.TURNS_MAX", 19)
+    with pytest.raises(ConfigError, match="--arm data-parallel, seed 3: more than 19 exchanges; give fewer tokens"):
+        run_arm(arm("data-parallel"), fleet(100, 100), 3)

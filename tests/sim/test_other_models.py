@@ -7,7 +7,8 @@ import pytest
 from geo_diloco.errors import ConfigError
 from geo_diloco.sim.train import arms as arms_module
 from geo_diloco.sim.train.arms import Arm, arms_from, base_manifest
-from geo_diloco.sim.train.comparing import run_arm, summarize
+from geo_diloco.sim.train.comparing import run_arm
+from geo_diloco.sim.train.results import summarize
 from geo_diloco.training.presets import ModelName
 
 from .runs import fleet

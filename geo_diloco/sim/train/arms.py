@@ -21,7 +21,7 @@ from geo_diloco.manifest import EvalSpec, RunManifest, StopSpec
 from geo_diloco.training.digits import digits_missing
 from geo_diloco.training.presets import ModelName, preset_manifest
 
-ArmKind = Literal["decoupled", "diloco", "data-parallel"]
+ArmKind = Literal["decoupled", "diloco", "data-parallel", "elastic-data-parallel"]
 DEFAULT_ARMS = ("decoupled", "diloco", "data-parallel")
 
 _INNER = {key: ("inner", key) for key in ("learning_rate", "schedule", "schedule_by", "warmup_steps", "final_share")}
@@ -50,6 +50,7 @@ _LEGS = {
 }
 _KEYS: dict[ArmKind, dict[str, tuple[str, str]]] = {
     "data-parallel": _INNER,
+    "elastic-data-parallel": _INNER,
     "diloco": _INNER | _OUTER,
     "decoupled": _INNER | _OUTER | {key: ("sync", key) for key in _SYNC_KEYS} | _LEGS,
 }
@@ -66,6 +67,8 @@ _LETTERS = {
     "lr": "learning_rate",
     "tau": "overlap_steps",
 }
+_OWN = "arm"
+"""Section of what is no manifest's: whether the fault plan is for this arm, too."""
 _SWITCH = {"on": True, "off": False}
 
 
@@ -78,6 +81,8 @@ class Arm:
     manifest: RunManifest
     links: float = 1.0
     """What the fleet's rates are multiplied by."""
+    under_faults: bool = True
+    """The fault plan is for this arm, too."""
 
     def seeded(self, seed: int) -> RunManifest:
         """Theta_0, the order of the data and which documents are held out, all from the seed."""
@@ -85,22 +90,25 @@ class Arm:
         return replace(self.manifest, model=model, data=data)
 
 
-def base_manifest(*, num_learners: int, tokens: int, lockstep: bool, model: ModelName = "dense") -> RunManifest:
+def base_manifest(
+    *, num_learners: int, tokens: int, lockstep: bool, model: ModelName = "dense", seconds: float | None = None
+) -> RunManifest:
     """The demo's with that model, a budget of tokens (rounded to whole inner steps of all learners), a share for each.
 
-    Raises ConfigError if this machine lacks what the model trains on.
+    `seconds`: a budget of virtual time instead. Raises ConfigError if this machine lacks what the model trains on.
     """
     if model == "vit" and (missing := digits_missing()):
         raise ConfigError(f"--model vit: {missing}")
     preset = preset_manifest(model)
     together = preset.rules().tokens_per_step * num_learners
+    stop = StopSpec(tokens=max(1, round(tokens / together)) * together)
     sync = replace(preset.sync, lockstep=lockstep, quorum=num_learners if lockstep else preset.sync.quorum)
     return replace(
         preset,
         name="simulated",
         sync=sync,
         data=replace(preset.data, num_shares=max(preset.data.num_shares, num_learners)),
-        stop=StopSpec(tokens=max(1, round(tokens / together)) * together),
+        stop=stop if seconds is None else StopSpec(minutes=seconds / 60),
         evaluation=EvalSpec(every_seconds=0.0, sequences=preset.evaluation.sequences),
     )
 
@@ -127,13 +135,16 @@ def _arm(text: str, base: RunManifest, num_learners: int) -> Arm:
         if key in changes.setdefault(section, {}):
             raise ConfigError(f"--arm {text}: {key} is given twice; give it once")
         changes[section][key] = value
-    links = _links(changes.pop(_LINKS, {}), text)
+    own = changes.pop(_OWN, {})
+    links, under_faults = _links(own, text), own.get("faults", True)
+    if not isinstance(under_faults, bool):
+        raise ConfigError(f"--arm {text}: faults = {shown(under_faults)}; allowed is on or off")
     try:
         manifest = changed_manifest(base, changes, source=f"--arm {text}")
     except ManifestError as exc:
         raise ConfigError(str(exc)) from exc
     _check_quorum(manifest, text, num_learners)
-    return Arm(text=text, kind=kind, manifest=manifest, links=links)
+    return Arm(text=text, kind=kind, manifest=manifest, links=links, under_faults=under_faults)
 
 
 def _links(given: dict[str, Any], text: str) -> float:
@@ -147,7 +158,7 @@ def _links(given: dict[str, Any], text: str) -> float:
 def _setting(setting: str, text: str, kind: ArmKind) -> tuple[str, str, Any]:
     """(section, key, value) of `key=value`."""
     written, equals, value = setting.partition("=")
-    known = _KEYS[kind] | {_LINKS: (_LINKS, _LINKS)}
+    known = _KEYS[kind] | {key: (_OWN, key) for key in (_LINKS, "faults")}
     key = _LETTERS.get(written, written)
     if not equals:
         raise ConfigError(f"--arm {text}: {shown(setting)} is no setting; write key=value, several with commas")

@@ -1,15 +1,15 @@
 """Arms side by side: the same data in the same order, the same budget of tokens, one result for each arm and seed.
 
 The baselines don't exchange messages here, they are the formulas themselves (`training/baselines.py`); their virtual
-time is what waiting for the slowest learner and the slowest link would cost, without faults.
+time is what waiting for the slowest learner and the slowest link would cost, and for those away (`timetable.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,73 +17,44 @@ from torch import nn
 from geo_diloco.errors import ConfigError
 from geo_diloco.manifest import RunManifest
 from geo_diloco.sim.train.arms import Arm
+from geo_diloco.sim.train.budget import Budget
 from geo_diloco.sim.train.fleet import Fleet
-from geo_diloco.sim.train.pairing import difference
+from geo_diloco.sim.train.keeping import Kept
+from geo_diloco.sim.train.results import ArmResult
 from geo_diloco.sim.train.run import CurvePoint, Gauge, Simulation
+from geo_diloco.sim.train.timetable import FLOAT32_BYTES, Timetable, Turn
 from geo_diloco.tape.figures import TokenFigures, chain_figures, token_figures
-from geo_diloco.training.baselines import BaselineResult, Watch, data_parallel, synchronous_diloco
+from geo_diloco.training.baselines import BaselineResult, Watch, elastic_data_parallel, synchronous_diloco
 from geo_diloco.training.models import build_model
 
 NUM_POINTS = 20
 """Of a curve, besides the last."""
-FLOAT32_BYTES = 4
+TURNS_MAX = 5_000_000
+"""Of a baseline: days of training, and all of its timetable is in memory."""
+
+Progress = Callable[[float], None]
+"""Told how much of an arm's budget is spent, from 0 to 1, now and then."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArmResult:
-    """What an arm came to with one seed: the keys of a line of `--json`."""
-
-    arm: str
-    kind: str
-    seed: int
-    heldout: float | None
-    """Of Theta at the end, mean nats per token; none if it is not finite."""
-    accuracy: float | None = None
-    """Of Theta at the end, share of the held-out images told right; none of a language model."""
-    curve: tuple[tuple[int, int, float | None], ...]
-    """(tokens trained, virtual milliseconds, held-out loss), from Theta_0 to the end."""
-    curve_accuracy: tuple[float | None, ...] = ()
-    """At the same points; empty for a language model."""
-    tokens_trained: int
-    tokens_merged: int
-    tokens_in_flight: int
-    tokens_carried: int
-    tokens_dropped: int
-    dropped_by_reason: dict[str, int]
-    tokens_balance: bool
-    """Trained = merged + in flight + carried + dropped, in integers, for every learner and fragment."""
-    commits: int
-    participants_mean: float
-    bytes_per_param_up: float
-    """Of a contribution, per parameter of its fragment."""
-    bytes_per_param_down: float
-    bytes_up: int
-    """All that was merged."""
-    bytes_down: int
-    """All updates, to all learners."""
-    virtual_ms: int
-    wall_s: float
-    effects_digest: str | None
-    """Of every effect of every core; none for a baseline, which has no core."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def run_arm(arm: Arm, fleet: Fleet, seed: int, *, num_points: int = NUM_POINTS) -> ArmResult:
+def run_arm(
+    arm: Arm,
+    fleet: Fleet,
+    seed: int,
+    progress: Progress = lambda share: None,
+    *,
+    num_points: int = NUM_POINTS,
+) -> ArmResult:
     """One arm with one seed; deterministic but for `wall_s`. Uses one thread. Raises ConfigError if it gets stuck."""
-    fleet = fleet.with_links(arm.links)
-    if arm.kind == "decoupled":
-        return _decoupled(arm, fleet, seed, num_points)
-    return _baseline(arm, fleet, seed, num_points)
-
-
-def _decoupled(arm: Arm, fleet: Fleet, seed: int, num_points: int) -> ArmResult:
-    simulation = Simulation(arm.seeded(seed), fleet, seed, num_points)
+    theirs = (fleet if arm.under_faults else fleet.without_faults()).with_links(arm.links)
     try:
-        outcome = simulation.go()
+        return (_decoupled if arm.kind == "decoupled" else _baseline)(arm, theirs, seed, progress, num_points)
     except ConfigError as exc:
         raise ConfigError(f"--arm {arm.text}, seed {seed}: {exc}") from exc
+
+
+def _decoupled(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points: int) -> ArmResult:
+    simulation = Simulation(arm.seeded(seed), fleet, seed, num_points, progress)
+    outcome = simulation.go()
     num_elements = simulation.world.layout.num_elements
     chain = chain_figures(link.entry for link in outcome.syncer.chain)
     updates_bytes = sum(len(frame) for frame in outcome.syncer.updates.values())
@@ -103,48 +74,57 @@ def _decoupled(arm: Arm, fleet: Fleet, seed: int, num_points: int) -> ArmResult:
     )
 
 
-def _baseline(arm: Arm, fleet: Fleet, seed: int, num_points: int) -> ArmResult:
+def _baseline(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points: int) -> ArmResult:
     began = time.perf_counter()
     torch.set_num_threads(1)  # with more, sums depend on the machine
     manifest = arm.seeded(seed)
-    model = build_model(manifest.model, with_weights=True)
-    model_bytes = FLOAT32_BYTES * sum(parameter.numel() for parameter in model.parameters())
-    gauge = Gauge(manifest, num_points=num_points)
-    gauge.look(0, 0, lambda: model)
-    clock = _SlowestClock(fleet, exchange_ms=fleet.exchange_ms(model_bytes))
-    tokens_per_step = manifest.rules().tokens_per_step * fleet.num_learners
-
-    newest = [model]
+    theta = build_model(manifest.model, with_weights=True)
+    num_elements = sum(parameter.numel() for parameter in theta.parameters())
+    table = Timetable(manifest, fleet, num_elements=num_elements)
+    coming = table.in_rounds() if arm.kind == "diloco" else table.in_step(elastic=arm.kind == "elastic-data-parallel")
+    turns = list(islice(coming, TURNS_MAX + 1))
+    if len(turns) > TURNS_MAX:
+        raise ConfigError(f"more than {TURNS_MAX} exchanges; give fewer tokens or seconds")
+    gauge, budget = Gauge(manifest, num_points=num_points), Budget.of(manifest)
+    gauge.look(0, 0, lambda: theta)
+    ended_at = iter([turn.ended_at for turn in turns])
+    newest, now = theta, 0
 
     def watch(num_tokens: int, theta: nn.Module) -> None:
-        newest[0] = theta
-        clock.exchanged(num_tokens // tokens_per_step)
-        if num_tokens < manifest.stop.tokens:
-            gauge.look(num_tokens, clock.now_ms, lambda: theta)
+        nonlocal newest, now
+        newest, now = theta, next(ended_at)
+        progress(budget.share(num_tokens, now))
+        if not budget.is_spent(num_tokens, now):
+            gauge.look(num_tokens, now, lambda: theta)
 
-    result = _train(arm, manifest, fleet.num_learners, watch)
-    gauge.end(result.num_tokens, clock.now_ms, newest[0])
+    result = _train(arm, manifest, fleet, turns, watch)
+    gauge.end(result.num_tokens, now, newest)
+    exchanged = FLOAT32_BYTES * num_elements * sum(len(turn.learners) for turn in turns)
     return _result(
         arm,
         seed,
         tuple(gauge.curve),
         TokenFigures(trained=result.num_tokens, merged=result.num_tokens),
-        commits=clock.num_exchanges,
-        participants_mean=float(fleet.num_learners),
+        commits=len(turns),
+        participants_mean=sum(len(turn.learners) for turn in turns) / max(1, len(turns)),
         bytes_per_param_up=float(FLOAT32_BYTES),
         bytes_per_param_down=float(FLOAT32_BYTES),
-        bytes_up=clock.num_exchanges * model_bytes * fleet.num_learners,
-        bytes_down=clock.num_exchanges * model_bytes * fleet.num_learners,
+        bytes_up=exchanged,
+        bytes_down=exchanged,
         wall_s=time.perf_counter() - began,
         effects_digest=None,
     )
 
 
-def _train(arm: Arm, manifest: RunManifest, num_learners: int, watch: Watch) -> BaselineResult:
-    num_steps = manifest.stop.tokens // (manifest.rules().tokens_per_step * num_learners)
-    if arm.kind == "diloco":
-        return synchronous_diloco(manifest, [num_steps] * num_learners, watch=watch)
-    return data_parallel(manifest, num_learners, num_steps, watch=watch)
+def _train(arm: Arm, manifest: RunManifest, fleet: Fleet, turns: list[Turn], watch: Watch) -> BaselineResult:
+    if arm.kind != "diloco":
+        num_batches = sum(len(turn.learners) for turn in turns)
+        return elastic_data_parallel(manifest, (turn.learners for turn in turns), num_batches, watch=watch)
+    num_steps, begins = [], []
+    for learner in range(fleet.num_learners):
+        num_steps.append(sum(turn.steps for turn in turns if learner in turn.learners))
+        begins.append(sum(turn.steps for turn in turns if learner not in turn.learners))
+    return synchronous_diloco(manifest, num_steps, begins=begins, watch=watch)
 
 
 def _result(arm: Arm, seed: int, curve: tuple[CurvePoint, ...], tokens: TokenFigures, **figures: Any) -> ArmResult:
@@ -168,55 +148,32 @@ def _result(arm: Arm, seed: int, curve: tuple[CurvePoint, ...], tokens: TokenFig
     )
 
 
-class _SlowestClock:
-    """Virtual time where everybody waits for everybody at each exchange."""
+class Audience(Protocol):
+    """Who is told how far a comparison is."""
 
-    def __init__(self, fleet: Fleet, *, exchange_ms: int) -> None:
-        self._step_ms = fleet.slowest_step_ms
-        self._exchange_ms = exchange_ms
-        self._num_steps = 0
-        self.num_exchanges = 0
+    def begins(self, arm: Arm, seed: int) -> None: ...
 
-    def exchanged(self, num_steps: int) -> None:
-        """After so many steps of each learner."""
-        self._num_steps = num_steps
-        self.num_exchanges += 1
+    def progress(self, share: float) -> None:
+        """How much of its budget is spent, from 0 to 1."""
 
-    @property
-    def now_ms(self) -> int:
-        return self._num_steps * self._step_ms + self.num_exchanges * self._exchange_ms
-
-
-def summarize(arms: tuple[Arm, ...], results: list[ArmResult], facts: dict[str, Any]) -> dict[str, Any]:
-    """The last line of `--json`: for each arm its held-out losses, in the order of the seeds, their mean, and how far
-    they are from the first arm's."""
-    rows = []
-    losses_of = {arm.text: [each.heldout for each in results if each.arm == arm.text] for arm in arms}
-    for arm in arms:
-        losses = losses_of[arm.text]
-        paired = None if arm is arms[0] else difference(losses, losses_of[arms[0].text])
-        against = None if paired is None else asdict(paired)
-        row = {"arm": arm.text, "heldout": losses, "heldout_mean": mean_loss(losses), "against_first": against}
-        accuracies = [each.accuracy for each in results if each.arm == arm.text]
-        if any(accuracy is not None for accuracy in accuracies):
-            row |= {"accuracy": accuracies, "accuracy_mean": mean_loss(accuracies)}
-        rows.append(row)
-    return {"summary": True, **facts, "arms": rows, "tokens_balance": all(each.tokens_balance for each in results)}
-
-
-def mean_loss(losses: list[float | None]) -> float | None:
-    """None if any of them is: an arm that diverged with one seed has no mean worth printing."""
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) / len(known) if known and len(known) == len(losses) else None
+    def ends(self, result: ArmResult, *, kept: bool) -> None:
+        """`kept`: it was there before."""
 
 
 def compare(
-    arms: tuple[Arm, ...], fleet: Fleet, seeds: list[int], told: Callable[[ArmResult], None]
+    arms: tuple[Arm, ...], fleet: Fleet, seeds: list[int], audience: Audience, *, kept: Kept | None = None
 ) -> list[ArmResult]:
-    """Every arm with every seed; `told` hears of each result as it comes."""
+    """Every arm with every seed, but for those whose results are kept; the others are kept as they come."""
     results = []
     for seed in seeds:
         for arm in arms:
-            results.append(run_arm(arm, fleet, seed))
-            told(results[-1])
+            known = None if kept is None else kept.get(kept.key(arm, fleet, seed), arm)
+            if known is None:
+                audience.begins(arm, seed)
+                results.append(run_arm(arm, fleet, seed, audience.progress))
+                if kept is not None:
+                    kept.add(kept.key(arm, fleet, seed), results[-1])
+            else:
+                results.append(known)
+            audience.ends(results[-1], kept=known is not None)
     return results

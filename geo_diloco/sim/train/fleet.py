@@ -6,9 +6,12 @@ takes size / rate + delay, a message the delay alone.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from geo_diloco.config import Fault
+from geo_diloco.config import FaultPlan
+
+NO_FAULTS = FaultPlan()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +41,18 @@ class Fleet:
     """All learners, and the fault plan."""
 
     machines: tuple[Machine, ...]
-    faults: tuple[Fault, ...] = ()
+    joins: tuple[int, ...] = ()
+    """Of the last machines, which come later: when all learners together have trained so many tokens, in order."""
+    plan: FaultPlan = NO_FAULTS
 
     @property
     def num_learners(self) -> int:
         return len(self.machines)
 
     @property
-    def slowest_step_ms(self) -> int:
-        return max(machine.step_ms for machine in self.machines)
+    def num_founders(self) -> int:
+        """Who is there from the start."""
+        return len(self.machines) - len(self.joins)
 
     def with_links(self, factor: float) -> Fleet:
         """Every link's rates times that."""
@@ -55,10 +61,23 @@ class Fleet:
         )
         return replace(self, machines=tuple(machines))
 
-    def exchange_ms(self, num_bytes: int) -> int:
-        """How long all learners together take for an all-to-one exchange that everybody waits for: the bytes up, and
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """Per learner, after how many tokens it comes."""
+        return (0,) * self.num_founders + self.joins
+
+    def without_faults(self) -> Fleet:
+        return replace(self, plan=NO_FAULTS)
+
+    def slowest_step_ms_of(self, learners: Collection[int]) -> int:
+        """0 of nobody."""
+        return max((self.machines[i].step_ms for i in learners), default=0)
+
+    def exchange_ms(self, num_bytes: int, learners: Collection[int]) -> int:
+        """How long these learners together take for an all-to-one exchange that everybody waits for: the bytes up, and
         as many down."""
-        return max(each.up_ms(num_bytes) + each.down_ms(num_bytes) + 2 * each.delay_ms for each in self.machines)
+        theirs = [self.machines[i] for i in learners]
+        return max((each.up_ms(num_bytes) + each.down_ms(num_bytes) + 2 * each.delay_ms for each in theirs), default=0)
 
 
 def _transfer_ms(num_bytes: int, mbit: float) -> int:

@@ -110,11 +110,12 @@ class MemberProcess(Process):
 
     # ---- start and end
 
-    def start(self) -> None:
-        """From the own checkpoint if there is one, else from the syncer's snapshot."""
+    def start(self, *, founding: bool = False) -> None:
+        """From the own checkpoint if there is one, else from the syncer's snapshot, which takes its time on the link;
+        `founding`: not, for Theta_0 was here before the run began."""
         saving = self._disk.saving
         if saving is None:
-            self._from_syncer(self._start_from_snapshot)
+            self._from_syncer(lambda: self._start_from_snapshot(founding=founding))
             return
         accounts = saving.accounts
         theta = [bytes_from_vector(saving.state.tensors[f"anchor.{p}"]) for p in self._fragments]
@@ -122,12 +123,20 @@ class MemberProcess(Process):
         self.handle(Resumed(accounts.step, accounts.tokens, accounts.accounts, *self._disk.lost_since(saving)))
         self.clock.after(2 * self.machine.delay_ms, self._connect)
 
-    def _start_from_snapshot(self) -> bool:
+    def _start_from_snapshot(self, *, founding: bool) -> bool:
         snapshot = self._syncer.snapshot()
         if snapshot is None:
             return False
-        self._begin(snapshot, [self._syncer.theta(p) for p in self._fragments], None)
-        self._connect()
+        theta = [self._syncer.theta(p) for p in self._fragments]
+
+        def begin() -> None:
+            self._begin(snapshot, theta, None)
+            self._connect()
+
+        if founding:
+            begin()
+        else:
+            self._fetch(sum(len(each) for each in theta), begin)
         return True
 
     @property

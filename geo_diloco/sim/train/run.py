@@ -1,15 +1,16 @@
 """One run under virtual time, from founding to the last commit, and what it came to.
 
-The budget is of tokens *trained*, so that arms that throw work away don't get more of it. When it is spent learners
-leave in good order, what they had sampled is merged, and Theta is measured as it stands then. A run in which nothing
-can happen any more, or in which nobody has trained for long, is given up with the syncer's own reason.
+The budget is of tokens *trained*, so that arms that throw work away don't get more of it, or of virtual time. When it
+is spent learners leave in good order, what they had sampled is merged, and Theta is measured as it stands then. A run
+in which nothing can happen any more, or in which nobody has trained for long, is given up with the syncer's own reason.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from geo_diloco.manifest import ElectionSpec, FragmentId, RunManifest
 from geo_diloco.numerics.fragments import gather, layout_from_module, named_trainable, scatter_
 from geo_diloco.runtime.merger import OuterState
 from geo_diloco.sim.clock import Clockwork
+from geo_diloco.sim.outages import NEVER, Group, occurrences
+from geo_diloco.sim.train.budget import Budget
 from geo_diloco.sim.train.disk import MemberDisk
 from geo_diloco.sim.train.fleet import Fleet
 from geo_diloco.sim.train.member import MemberParts, MemberProcess
@@ -53,15 +56,15 @@ class Gauge:
     def __init__(self, manifest: RunManifest, *, num_points: int) -> None:
         self.curve: list[CurvePoint] = []
         self._evaluator = Evaluator(manifest)
-        self._budget, self._num_points = manifest.stop.tokens, num_points
+        self._budget, self._num_points = Budget.of(manifest), num_points
 
     def loss(self, model: nn.Module) -> float | None:
         return self._evaluator.measure(model)
 
     def look(self, tokens: int, virtual_ms: int, theta: Callable[[], nn.Module]) -> None:
         """Measure if the next point of the curve is reached; the last one is for `end`."""
-        due = len(self.curve) * self._budget // self._num_points
-        if tokens >= due and len(self.curve) < self._num_points:
+        reached = len(self.curve)
+        if reached < self._num_points and self._budget.reaches(tokens, virtual_ms, part=reached, of=self._num_points):
             self.end(tokens, virtual_ms, theta())
 
     def end(self, tokens: int, virtual_ms: int, theta: nn.Module) -> None:
@@ -88,6 +91,8 @@ class Simulation:
     fleet: Fleet
     seed: int
     num_points: int = 20
+    progress: Callable[[float], None] = lambda share: None
+    """Told, after each inner step, how much of the budget is spent."""
     syncer: SyncerProcess = field(init=False)
     members: list[MemberProcess] = field(init=False)
 
@@ -103,9 +108,11 @@ class Simulation:
         self._gauge = Gauge(self.manifest, num_points=self.num_points)
         self.world = World(self.manifest, layout, self.fleet, Clockwork(self.seed), on_trained=self._look)
         self.syncer = SyncerProcess(self.world, theta_0, lambda outer: self._gauge.loss(self._with_theta(outer)))
-        crashing = {fault.learner - 1 for fault in self.fleet.faults if fault.kind == "crash"}
+        crashing = {fault.learner - 1 for fault in self.fleet.plan.faults if fault.kind == "crash"}
         self._disks = [MemberDisk(keeps_checkpoints=i in crashing) for i in range(self.fleet.num_learners)]
-        self.members = [self._member(index) for index in range(self.fleet.num_learners)]
+        self._holds = [0] * self.fleet.num_learners
+        self._is_reshaped = [False] * self.fleet.num_learners
+        self.members = [self._member(index) for index in range(self.fleet.num_founders)]
 
     def _member(self, index: int) -> MemberProcess:
         parts = MemberParts(
@@ -118,6 +125,10 @@ class Simulation:
         return MemberProcess(self.world, parts)
 
     def _look(self, tokens: int) -> None:
+        while len(self.members) < self.fleet.num_learners and tokens >= self.fleet.begins[len(self.members)]:
+            self.members.append(self._member(len(self.members)))
+            self._start(len(self.members) - 1)
+        self.progress(self.world.budget.share(tokens, self.world.clock.now))
         self._gauge.look(tokens, self.world.clock.now, lambda: self._with_theta(self.syncer.outer))
 
     def _with_theta(self, outer: OuterState) -> nn.Module:
@@ -135,8 +146,9 @@ class Simulation:
         self._look(0)
         self.syncer.start()
         self._start_members()
-        for fault in self.fleet.faults:
-            self._plan(fault)
+        self._plan_next(occurrences(self.fleet.plan.of_learners, self.fleet.plan.repeat_s))
+        for index in sorted({fault.learner - 1 for fault in self.fleet.plan.of_slices}):
+            self._follow(index, Group(self.fleet.plan, {index}, elastic=True, with_learners=False))
         self._run_to_the_budget()
         trained_at = self.world.clock.now
         for member in self.members:
@@ -154,14 +166,16 @@ class Simulation:
 
     def _start_members(self) -> None:
         """So that Hellos arrive in the order of the learners: shares of the data are lent in that order."""
-        latest_ms = max(machine.delay_ms for machine in self.fleet.machines)
+        latest_ms = max(member.machine.delay_ms for member in self.members)
         for index, member in enumerate(self.members):
             lead_ms = 3 * (latest_ms - member.machine.delay_ms)
-            self.world.clock.after(10 + index + lead_ms, member.start)
+            self.world.clock.after(10 + index + lead_ms, partial(member.start, founding=True))
 
     def _run_to_the_budget(self) -> None:
         clock, world = self.world.clock, self.world
         tokens, trained_at, until_ms = -1, 0, 0
+        if world.budget.ms:
+            clock.at(world.budget.ms, lambda: None)  # so that the time comes, whatever happens
 
         def done() -> bool:
             return world.is_over and all(member.is_at_rest for member in self.members)
@@ -169,7 +183,7 @@ class Simulation:
         while not done():
             until_ms += LOOK_EVERY_MS
             clock.run(until_ms, done)
-            if world.num_tokens > tokens:
+            if world.num_tokens > tokens or world.budget.ms:
                 tokens, trained_at = world.num_tokens, until_ms
             elif clock.is_idle or until_ms - trained_at > STALL_MS:
                 waiting = self.syncer.core.status(self.syncer.now()).waiting
@@ -190,30 +204,70 @@ class Simulation:
 
     # ---- faults
 
-    def _plan(self, fault: Fault) -> None:
+    def _plan_next(self, coming: Iterator[tuple[int, int, Fault]]) -> None:
+        """One after another: a plan that is repeated has no last fault."""
+        if (coming_next := next(coming, None)) is None:
+            return
+        begins_at, ends_at, fault = coming_next
         index, clock = fault.learner - 1, self.world.clock
-        clock.at(fault.from_ms, lambda: self._begins(fault, index))
-        if fault.until_ms is not None:
-            clock.at(fault.until_ms, lambda: self._ends(fault, index))
+
+        def begins() -> None:
+            self._plan_next(coming)
+            self._begins(fault, index)
+
+        clock.at(begins_at, begins)
+        if ends_at != NEVER:
+            clock.at(ends_at, lambda: self._ends(fault, index))
+
+    def _follow(self, index: int, group: Group) -> None:
+        """A learner that is a group of chips stands still, as a whole, while it is reshaped."""
+        now = self.world.clock.now
+        group.follow(now)
+        stands = group.stands_until > now
+        if stands != self._is_reshaped[index]:
+            self._is_reshaped[index] = stands
+            (self._hold if stands else self._release)(index)
+        coming = [at for at in (group.next_at, group.stands_until) if at is not None and now < at < NEVER]
+        if coming:
+            self.world.clock.at(min(coming), lambda: self._follow(index, group))
 
     def _begins(self, fault: Fault, index: int) -> None:
-        member = self.members[index]
+        if fault.kind == "freeze":
+            self._hold(index)
+        if index >= len(self.members):
+            return  # has not come yet
         match fault.kind:
             case "crash":
-                member.crash()
-            case "freeze":
-                member.freeze()
+                self.members[index].crash()
             case "cut":
-                self.world.cut.add(member.peer)
-                member.lose_link()
+                self.world.cut.add(self.members[index].peer)
+                self.members[index].lose_link()
 
     def _ends(self, fault: Fault, index: int) -> None:
+        if fault.kind == "freeze":
+            self._release(index)
+        if index >= len(self.members):
+            return
         member = self.members[index]
         match fault.kind:
             case "crash" if not member.is_alive and not self.world.is_over:
                 self.members[index] = self._member(index)
-                self.members[index].start()
-            case "freeze" if member.is_frozen:
-                member.thaw()
+                self._start(index)
             case "cut":
                 self.world.cut.discard(member.peer)
+
+    def _start(self, index: int) -> None:
+        self.members[index].start()
+        if self._holds[index]:
+            self.members[index].freeze()
+
+    def _hold(self, index: int) -> None:
+        """For one more reason."""
+        self._holds[index] += 1
+        if self._holds[index] == 1 and index < len(self.members):
+            self.members[index].freeze()
+
+    def _release(self, index: int) -> None:
+        self._holds[index] -= 1
+        if self._holds[index] == 0 and index < len(self.members) and self.members[index].is_frozen:
+            self.members[index].thaw()

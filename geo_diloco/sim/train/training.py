@@ -53,9 +53,9 @@ class Training(Reporter):
         self._is_admitted = False
         self._is_over = False
         self._is_stopped = False
-        self._is_frozen = False
-        self._is_due = False
-        """An inner step ended while frozen."""
+        self._frozen_at: int | None = None
+        self._ends_at: int | None = None
+        """The inner step that is under way."""
         self._stream: Batches | None = None
         self._learner: Learner | None = None
         self._model = copy.deepcopy(start.model)
@@ -111,13 +111,13 @@ class Training(Reporter):
         self._is_stopped = True
 
     def freeze(self) -> None:
-        self._is_frozen = True
+        self._frozen_at = self._world.clock.now
 
     def thaw(self) -> None:
-        self._is_frozen = False
-        if self._is_due:
-            self._is_due = False
-            self._step_ends()
+        """What is left of the inner step still has to be done."""
+        frozen_at, self._frozen_at = self._frozen_at, None
+        if frozen_at is not None and self._ends_at is not None:
+            self._end_at(self._ends_at + self._world.clock.now - frozen_at)
 
     @property
     def is_at_rest(self) -> bool:
@@ -140,15 +140,19 @@ class Training(Reporter):
             return
         step_ms = self._start.machine.step_ms
         jitter_ms = int(JITTER * step_ms)
-        self._world.clock.after(step_ms + self._world.clock.between((-jitter_ms, jitter_ms)), self._step_ends)
+        if self._frozen_at is not None:
+            self._frozen_at = self._world.clock.now
+        self._end_at(self._world.clock.now + step_ms + self._world.clock.between((-jitter_ms, jitter_ms)))
 
-    def _step_ends(self) -> None:
+    def _end_at(self, when: int) -> None:
+        self._ends_at = when
+        self._world.clock.at(when, lambda: self._step_ends(when))
+
+    def _step_ends(self, when: int) -> None:
         learner, stream = self._learner, self._stream
-        if self._is_stopped or self._world.is_over:
+        if self._is_stopped or self._world.is_over or self._frozen_at is not None or when != self._ends_at:
             return
-        if self._is_frozen:
-            self._is_due = True
-            return
+        self._ends_at = None
         assert learner is not None and stream is not None
         batch = stream.next_batch()
         loss = training_loss(self._model, batch)

@@ -18,6 +18,7 @@ from geo_diloco.protocol.events import Event, Received, Tick
 from geo_diloco.protocol.peer import Role
 from geo_diloco.protocol.seat import HelloFacts, Seat
 from geo_diloco.sim.clock import Clockwork
+from geo_diloco.sim.train.budget import Budget
 from geo_diloco.sim.train.fleet import Fleet
 from geo_diloco.tape import Boot, TapeBoot, TapeEvent, effects_hash
 
@@ -38,8 +39,8 @@ def peer_named(name: str) -> PeerId:
 
 @dataclass
 class World:
-    """One simulated run's surroundings. `manifest.founder` is the syncer, and alone on the roster;
-    `manifest.stop.tokens` is the budget of tokens trained: when it is spent nobody begins another inner step."""
+    """One simulated run's surroundings. `manifest.founder` is the syncer, and alone on the roster; `manifest.stop` is
+    the budget, of tokens trained or of time: when it is spent nobody begins another inner step."""
 
     manifest: RunManifest
     layout: Layout
@@ -53,11 +54,15 @@ class World:
     """What every core was given, process start by process start, as a real peer's tape has it."""
     num_tokens: int = 0
     """Trained by all learners, whatever became of it."""
+    budget: Budget = field(init=False)
     _effects: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def __post_init__(self) -> None:
+        self.budget = Budget.of(self.manifest)
 
     @property
     def is_over(self) -> bool:
-        return self.num_tokens >= self.manifest.stop.tokens
+        return self.budget.is_spent(self.num_tokens, self.clock.now)
 
     @property
     def steps_max(self) -> int | None:

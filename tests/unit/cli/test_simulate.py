@@ -11,8 +11,9 @@ import pytest
 from geo_diloco.cli import app as cli
 from geo_diloco.cli.simulate_table import table
 from geo_diloco.sim.train.arms import Arm
-from geo_diloco.sim.train.comparing import ArmResult
+from geo_diloco.sim.train.comparing import Progress
 from geo_diloco.sim.train.fleet import Fleet
+from geo_diloco.sim.train.results import ArmResult
 
 FREEZE = '[[fault]]\nlearner = 2\nkind = "freeze"\nfrom_s = 1\nuntil_s = 2\n'
 
@@ -23,7 +24,9 @@ def result(arm: str, seed: int, heldout: float | None = 2.0, *, balance: bool = 
         kind=arm.partition(":")[0],
         seed=seed,
         heldout=heldout,
+        accuracy=None,
         curve=((0, 0, 5.5), (4096, 9000, heldout)),
+        curve_accuracy=(),
         tokens_trained=4096,
         tokens_merged=3072,
         tokens_in_flight=0,
@@ -49,7 +52,8 @@ class Told:
     def __init__(self) -> None:
         self.asked: list[tuple[Arm, Fleet, int]] = []
 
-    def __call__(self, arm: Arm, fleet: Fleet, seed: int) -> ArmResult:
+    def __call__(self, arm: Arm, fleet: Fleet, seed: int, progress: Progress) -> ArmResult:
+        progress(0.5)
         self.asked.append((arm, fleet, seed))
         return result(arm.text, seed, 2.0 + seed)
 
@@ -90,7 +94,7 @@ def test_flags_become_a_fleet_and_arms(monkeypatch: pytest.MonkeyPatch, told: To
     assert [machine.up_mbit for machine in fleet.machines] == [10.0] * 4
     assert [machine.down_mbit for machine in fleet.machines] == [20.0, 20.0, 20.0, 5.0]
     assert [machine.delay_ms for machine in fleet.machines] == [30] * 4
-    assert [(fault.learner, fault.kind, fault.until_ms) for fault in fleet.faults] == [(2, "freeze", 2000)]
+    assert [(fault.learner, fault.kind, fault.until_ms) for fault in fleet.plan.faults] == [(2, "freeze", 2000)]
     assert (arm.manifest.sync.quorum, arm.manifest.stop.tokens) == (2, 49_152)
 
 
@@ -138,9 +142,81 @@ def test_really_training_gives_lines_that_agree_with_themselves(
     assert summary["arms"][1]["heldout"] == [data_parallel["heldout"]]
 
 
+def test_what_is_added_and_for_how_long_reaches_the_arms(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
+    later = ("--learners", "2", "--add-at", "30k:2", "--add-at", "20000:1", "--speeds", "1,1,0.5,0.5,0.5")
+    simulate(monkeypatch, *later, "--seconds", "90", "--arm", "elastic-data-parallel:faults=off")
+    arm, fleet, _ = told.asked[0]
+    assert fleet.joins == (20_000, 30_000, 30_000)
+    assert [machine.step_ms for machine in fleet.machines] == [160, 160, 320, 320, 320]
+    assert (arm.manifest.stop.tokens, arm.manifest.stop.minutes, arm.under_faults) == (0, 1.5, False)
+
+
+def test_a_second_command_takes_over_what_is_done_and_runs_the_rest(
+    monkeypatch: pytest.MonkeyPatch, told: Told, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = ("--out", str(tmp_path / "results"), "--json")
+    simulate(monkeypatch, "--arm", "diloco", *out)
+    first = capsys.readouterr().out.splitlines()[0]
+    simulate(monkeypatch, "--arm", "diloco", "--arm", "data-parallel", "--seeds", "2", *out)
+    written = capsys.readouterr()
+    assert written.out.splitlines()[0] == first
+    assert [(arm.text, seed) for arm, _, seed in told.asked] == [
+        ("diloco", 0),
+        ("data-parallel", 0),
+        ("diloco", 1),
+        ("data-parallel", 1),
+    ]
+    assert "diloco, seed 0: held-out loss 2.0000, kept from before" in written.err
+    simulate(monkeypatch, "--arm", "diloco", "--tokens", "500000", *out)
+    assert len(told.asked) == 5, "another budget is another result"
+
+
+def test_a_picture_of_the_curves(monkeypatch: pytest.MonkeyPatch, told: Told, tmp_path: Path) -> None:
+    simulate(monkeypatch, "--seeds", "2", "--arm", "diloco", "--plot", str(tmp_path / "curves.svg"))
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert drawn.startswith("<?xml") and len(drawn) > 10_000
+
+
+@pytest.mark.parametrize("plot", ["curves.txt", "nowhere/curves.png"])
+def test_a_picture_that_can_not_be_drawn_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], told: Told, tmp_path: Path, plot: str
+) -> None:
+    assert "error GD-103: --plot" in refused(monkeypatch, capsys, "--plot", str(tmp_path / plot))
+    assert not told.asked
+
+
+def test_the_bar_is_for_terminals_and_leaves_standard_output_alone(
+    monkeypatch: pytest.MonkeyPatch, told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(monkeypatch, "--arm", "diloco", "--json")
+    assert "1 of 1" not in capsys.readouterr().err
+    monkeypatch.setattr("geo_diloco.cli.simulate_progress.on_terminal", lambda: True)
+    simulate(monkeypatch, "--arm", "diloco", "--arm", "decoupled", "--json")
+    written = capsys.readouterr()
+    assert "2 of 2: decoupled, seed 0" in written.err
+    assert [json.loads(line).get("arm") for line in written.out.splitlines()] == ["diloco", "decoupled", None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--seconds", "60", "--tokens", "5"], "--seconds 60: together with --tokens; give one of them"),
+        (["--seconds", "0"], "--seconds 0: wanted a number from 1"),
+        (["--seconds", "nan"], "--seconds nan: wanted a number from 1"),
+        (["--add-at", "half:2"], "--add-at half:2: wanted TOKENS:N, as 500000:2 or 500k:2"),
+        (["--add-at", "1k"], "--add-at 1k: wanted TOKENS:N"),
+        (["--add-at", ":"], "--add-at :: wanted TOKENS:N"),
+        (["--add-at", "-5:1"], "--add-at -5:1: wanted TOKENS:N"),
+        (["--add-at", "²:1"], "wanted TOKENS:N"),
+        (["--add-at", "2M:1"], "--add-at 2M:1: 2000000 tokens; allowed is a number from 1, below the 1000000 in all"),
+        (["--add-at", "1k:0"], "--add-at 1k:0: wanted 1 or more learners, 64 at most in all"),
+        (["--add-at", "1k:30", "--add-at", "2k:31"], "--add-at 2k:31: wanted 1 or more learners, 64 at most in all"),
+        (["--add-at", "1k:1", "--lockstep"], "--add-at 1k:1: not with --lockstep"),
+        (["--seconds", "9", "--lockstep"], "--seconds 9: not with --lockstep"),
+        (["--add-at", "1k:1", "--speeds", "1,1,1,1"], "4 numbers; wanted one, or one for each of 5 learners"),
+        (["--add-at", "1k:1", "--arm", "decoupled:K=5"], "quorum = 5; allowed is a whole number from 1 to 4"),
+        (["--arm", "decoupled:faults=2"], "--arm decoupled:faults=2: faults = 2; allowed is on or off"),
+        (["--out", "/dev/null"], "--out /dev/null: File exists; choose another folder"),
         (["--arm", "decoupled:quorm=1"], '--arm decoupled:quorm=1: "quorm" is no known key of decoupled; did you'),
         (["--arm", "decoupled:kappa=2"], "sync.kappa = 2; allowed is a number from 0.0 to 1.0"),
         (["--model", "cnn"], "--model cnn: no such model; there are: dense, moe, vit"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from geo_diloco.cli import app as cli
+from geo_diloco.config import load_fault_plan
 from geo_diloco.sim.goodput.model import Outcome, System, World
 from geo_diloco.sim.goodput.published import rows
 
@@ -159,3 +160,47 @@ def test_with_matplotlib_there_is_a_picture(
 ) -> None:
     assert run(monkeypatch, *arguments, "--plot", str(tmp_path / "x.svg")) == 0
     assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+def test_failures_of_chips_become_a_plan_that_trainings_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.toml"
+    flags = ("--chips", "1.2M", "--learners", "4", "--write-plan", str(path))
+    said = parsed(monkeypatch, capsys, *flags, "--plan-seconds", "100", "--plan-scale", "50")
+    plan = load_fault_plan(path, num_learners=4)
+    assert said["faults"] == len(plan.faults) and (plan.repeat_s, plan.upscale_s, plan.slices) == (100.0, 0.28, 1172)
+    assert said["goodput"]["data-parallel"] < said["goodput"]["elastic data-parallel"] < said["goodput"]["decoupled"]
+    assert path.read_text().startswith("# 1,200,000 chips, 4 learners of 1172 slices")
+    assert "failures in 600 s, 25 s of the chips in one; goodput:" in printed(monkeypatch, capsys, *flags)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "wanted one number each of --chips and --learners, as 1.2M and 8"),
+        (("--chips", "1M", "--learners", "2,4"), "wanted one number each of --chips and --learners"),
+        (("--chips", "1M", "--learners", "2", "--lost-s", "3"), "leave out --step-spread and --lost-s"),
+        (("--chips", "8", "--learners", "2"), "failures in 600 s, wanted 1 to 10000; give more --plan-seconds"),
+        (("--chips", "900M", "--learners", "2"), "wanted 1 to 10000; give fewer --plan-seconds"),
+        (("--chips", "1M", "--learners", "2", "--plan-scale", "0"), "--plan-scale 0: wanted a number from 0.001"),
+        (("--chips", "1M", "--learners", "2", "--plan-seconds", "0"), "--plan-seconds 0: wanted a number from 1"),
+        (("--paper",), "not with --paper; leave one of them out"),
+        (("--chips", "1M", "--learners", "2", "--plot", "a.png"), "there is no picture of --write-plan"),
+    ],
+)
+def test_a_plan_that_can_not_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: Any, said: str
+) -> None:
+    assert run(monkeypatch, "--write-plan", str(tmp_path / "plan.toml"), *arguments) == 2
+    written = capsys.readouterr()
+    assert written.err.startswith("error GD-103: ") and said in written.err and written.err.count("\n") == 1
+    assert not (tmp_path / "plan.toml").exists()
+
+
+def test_a_plan_without_a_place_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nowhere = str(tmp_path / "nowhere" / "plan.toml")
+    assert run(monkeypatch, "--chips", "1M", "--learners", "2", "--write-plan", nowhere) == 2
+    assert "No such file or directory; choose another file" in capsys.readouterr().err

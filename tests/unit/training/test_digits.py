@@ -36,10 +36,12 @@ def test_model_and_split_are_those_of_the_example(monkeypatch: pytest.MonkeyPatc
                 assert torch.equal(mine, example)
         spec = preset_manifest("vit").model
         arguments = {"width": 32, "num_layers": 2}
-        its: Any = build_model(ModelSpec(factory="vit_digits:build_vit", factory_arguments=arguments, seed=spec.seed))
-        ours: Any = build_model(spec)
+        its_model: Any = build_model(
+            ModelSpec(factory="vit_digits:build_vit", factory_arguments=arguments, seed=spec.seed)
+        )
+        our_model: Any = build_model(spec)
         images, _ = digits(held_out=True)
-        assert torch.equal(ours(images), its(images))
+        assert torch.equal(our_model(images), its_model(images))
     finally:
         sys.modules.pop("vit_digits", None)
 
