@@ -36,7 +36,7 @@ Seq = NewType("Seq", int)
 MonoMs = NewType("MonoMs", int)
 """Milliseconds of this process's monotonic clock. Never compared between peers."""
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Version of messages, entries, frames and blob digests. Peers with another one are refused."""
 
 MergeRule = Literal["rda", "rda-fragment", "mean"]
@@ -139,6 +139,8 @@ class OuterSpec:
 
     eta: float = 0.7
     mu: float = 0.5
+    gain_max: float = 0.0
+    """Momentum is lowered where it would add steps up to more than that many, 1 / (1 - mu * rho); 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

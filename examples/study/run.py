@@ -3,8 +3,8 @@
     python examples/study/run.py a1 --minutes 9 --jobs 2     # again and again, until it says that nothing is missing
     python examples/study/run.py --list                      # the parts, what they cost, how much of them is there
 
-Each finished (cell, seed) is one line of `results/PART.jsonl`; what is there is not run again. A run that would not
-fit into the minutes left, by the speed of those before it, is not begun.
+Each finished (cell, seed) is one line of `results/PART.jsonl`; what is there, by any part, is not run again. A run
+that would not fit into the minutes left, by the speed of those before it, is not begun.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ Job = tuple[Cell, int]
 
 def key_of(cell: Cell, seed: int) -> str:
     """A result is known by all that decides it."""
-    return json.dumps([cell.arm, cell.tokens, asdict(cell.fleet), seed], sort_keys=True)
+    return json.dumps([cell.arm, cell.tokens, asdict(cell.decisive), seed], sort_keys=True)
 
 
-def read_results(part: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Finished runs by key."""
-    path = folder / f"{part}.jsonl"
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Finished runs of all parts by key: what one has run another needs not."""
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines()]
     return {row["key"]: row for row in map(json.loads, lines)}
 
 
 def missing(part: str, folder: Path) -> list[Job]:
     """All cells of the first seed, then of the next."""
-    there = read_results(part, folder)
+    there = read_results(folder)
     jobs = [(cell, seed) for seed in PARTS[part].seeds for cell in PARTS[part].cells]
     return [job for job in jobs if key_of(*job) not in there]
 

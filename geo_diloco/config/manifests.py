@@ -79,7 +79,11 @@ _LIMITS: dict[type, dict[str, dict[str, Any]]] = {
         "carry_cap": {"gt": 0.0, "le": 1e6},
         "rounds_in_flight_max": {"ge": 1, "le": 1024},
     },
-    OuterSpec: {"eta": {"gt": 0.0, "le": 10.0}, "mu": {"ge": 0.0, "lt": 1.0}},
+    OuterSpec: {
+        "eta": {"gt": 0.0, "le": 10.0},
+        "mu": {"ge": 0.0, "lt": 1.0},
+        "gain_max": {"ge": 0.0, "le": 1e6},
+    },
     CodecSpec: {"block": {"ge": 16, "le": 4096}},
     StopSpec: {
         "tokens": {"ge": 0, "le": _COUNT_MAX},
@@ -251,6 +255,8 @@ def _conflicts(m: RunManifest, *, founded: bool) -> Iterator[tuple[str, Any, str
     if sync.lockstep and sync.num_fragments > sync.interval_steps:
         wanted = f"at most sync.interval_steps ({sync.interval_steps}) in lockstep: one fragment a step"
         yield "sync.num_fragments", sync.num_fragments, wanted
+    if 0 < m.outer.gain_max < 1:
+        yield "outer.gain_max", m.outer.gain_max, "0 (no limit), or a number of at least 1: no step is less than itself"
     if m.election.electors % 2 == 0:
         yield "election.electors", m.election.electors, "1, 3, 5 or 7: an even number bears no more than one less"
     if m.codec_up_choices and sync.lockstep:

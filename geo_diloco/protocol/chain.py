@@ -83,6 +83,7 @@ class Chain:
         *,
         entries_kept: int = ENTRIES_KEPT,
         remembers: PeerId | None = None,
+        gain_max: float = 0.0,
     ) -> None:
         """`on_folded` is told every entry when the ledger stands exactly there, `on_rewound` when the owner's reform
         has left behind what came after an entry, and the ledger is back there. `remembers`: the peer for whose work
@@ -91,7 +92,7 @@ class Chain:
         self._pruning = pruning
         self._on_folded = on_folded
         self._on_rewound = on_rewound
-        self.ledger = Ledger(only=remembers)
+        self.ledger = Ledger(gain_max=gain_max, only=remembers)
         """Of what is durable."""
         self.fold = Fold()
         self._tail = Tail(self.ledger)

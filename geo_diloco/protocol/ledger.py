@@ -29,6 +29,7 @@ from geo_diloco.protocol.messages import (
     Reform,
     RosterChange,
 )
+from geo_diloco.protocol.momentum import mu_max
 from geo_diloco.protocol.plausibility import LENGTHS_KEPT
 
 BASES_KEPT = 64
@@ -63,6 +64,8 @@ class Ledger:
     merged_until: dict[tuple[PeerId, FragmentId], int] = field(default_factory=dict)
     consumed: dict[tuple[FragmentId, Digest], dict[PeerId, int]] = field(default_factory=dict)
     """Per base that may be named: whose work on it was merged, up to which step."""
+    gain_max: float = 0.0
+    """The manifest's limit for momentum."""
     only: PeerId | None = None
     """Whose merged work is remembered, where nothing will ever be appended; none: everybody's."""
     lengths: dict[FragmentId, deque[float]] = field(default_factory=dict)
@@ -161,6 +164,8 @@ class Ledger:
         contained = 1 <= commit.version <= self.contained[commit.fragment]
         if commit.version != head.version + 1 and not contained:
             return f"version {commit.version} of fragment {commit.fragment} does not follow {head.version}"
+        if not contained and commit.mu > mu_max(self.gain_max, head):
+            return f"mu {commit.mu:g} after rho {head.rho}: {mu_max(self.gain_max, head):g} is allowed"
         for participant in commit.participants:
             if participant.first_step < self.merged_until.get((participant.peer, commit.fragment), 0):
                 return f"steps of {participant.peer[:8]} would be merged twice"
@@ -250,6 +255,8 @@ def head_of(commit: Commit, digest: Digest) -> FragmentHead:
         base=digest,
         state_digest=commit.state_digest,
         momentum_digest=commit.momentum_digest,
+        mu=commit.mu,
+        rho=commit.rho,
     )
 
 

@@ -391,6 +391,9 @@ class FragmentHead:
     """Digest of the entry that made this version (`found` for version 0)."""
     state_digest: Digest
     momentum_digest: Digest
+    mu: float | None = None
+    """As that entry has them; none for version 0."""
+    rho: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from geo_diloco.protocol.holdings import Holdings
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Membership, moving_average
 from geo_diloco.protocol.messages import Commit, RoundOpen, Sampled
+from geo_diloco.protocol.momentum import guarded
 from geo_diloco.protocol.patience import Patience
 from geo_diloco.protocol.quorum import decide
 from geo_diloco.protocol.rounds import Closing, Round, close_round, merge_inputs
@@ -211,7 +212,8 @@ class OpenRounds:
 
     def _close(self, round_: Round, now: MonoMs, reason: str) -> Merge:
         held, live = self._holdings.of_fragment(round_.fragment), self._membership.live(now)
-        closing = close_round(round_, held, live, now=now, reason=reason, outer=self.rules.outer)
+        outer = guarded(self.rules.outer, self._ledger.heads[round_.fragment])
+        closing = close_round(round_, held, live, now=now, reason=reason, outer=outer)
         counted = self._crediting.count(closing.taken, round_.fragment, now)
         round_.closing = closing = replace(closing, counted=counted)
         round_.retry_at = round_.look_at = None
@@ -223,8 +225,8 @@ class OpenRounds:
             attempt=round_.attempt,
             version=Version(round_.version + 1),
             inputs=merge_inputs(closing),
-            eta=self.rules.outer.eta,
-            mu=self.rules.outer.mu,
+            eta=outer.eta,
+            mu=outer.mu,
             codec=self.rules.codec_down,
         )
 

@@ -105,6 +105,7 @@ class Peer:
             pruning,
             entries_kept=seat.entries_kept,
             remembers=None if seat.may_serve else peer,
+            gain_max=rules.outer.gain_max,
         )
         self._learner = Learner(peer, rules, self.ledger) if role == "learner" else None
         self._session = Session(facts, layout_digest, self._chain, self._learner)

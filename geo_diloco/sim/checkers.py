@@ -193,6 +193,8 @@ class CommitChecker(Watch):
         self._progress = 0.0
         self._bases: dict[tuple[int, int], Digest] = {}
         self._until: dict[tuple[str, int], int] = defaultdict(int)
+        self._mu_max: dict[int, float] = {}
+        """Per fragment, what its last commit leaves to the next."""
 
     def abandoned(self, chain: list[SignedEntry]) -> None:
         times = self.times
@@ -235,8 +237,14 @@ class CommitChecker(Watch):
         current = self._bases[fragment, entry.version - 1]
         fresh = sum(each.base == current for each in listed)
         only_late = entry.close_reason.startswith("only late work") and fresh < len(listed)
-        rules = [each for each in self._rules[fragment] if (each["eta"], each["mu"]) == (entry.eta, entry.mu)]
-        assert rules, f"eta {entry.eta}, mu {entry.mu}, and in force were {self._rules[fragment]}"
+        allowed = self._mu_max.get(fragment, 1.0)
+        rules = [each for each in self._rules[fragment] if each["eta"] == entry.eta]
+        rules = [each for each in rules if min(each["mu"], allowed) == entry.mu]
+        assert rules, f"eta {entry.eta}, mu {entry.mu}, and in force were {self._rules[fragment]}, mu up to {allowed}"
+        if gain_max := self._world.rules.outer.gain_max:
+            rho = entry.rho or 0.0
+            together = (1 - 1 / gain_max) / rho if rho > 0 else 1.0
+            self._mu_max[fragment] = min(entry.mu + 0.05, together)
         quorum = min(each["quorum"] for each in rules)
         assert len(listed) >= quorum, f"{len(listed)} participants"
         assert fresh >= quorum or only_late, f"{fresh} fresh of {quorum}: {entry.close_reason}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from geo_diloco.manifest import CodecSpec, ElectionSpec, StopSpec, SyncSpec
+from geo_diloco.manifest import CodecSpec, ElectionSpec, OuterSpec, StopSpec, SyncSpec
 from geo_diloco.protocol.amendments import Changes
 from geo_diloco.sim.plans import FOR_GOOD_MS, FOUNDER, SYNCER, Fault, FaultKind, HostPlan, Odds, Plan
 
@@ -35,6 +35,7 @@ def drawn_plan(seed: int, *, seconds: float = 60.0, num_hosts: tuple[int, int] =
         seed=seed,
         hosts=hosts,
         sync=sync,
+        outer=_outer(seed),
         stop=StopSpec(minutes=seconds / 60),
         election=ElectionSpec(lease_seconds=lease_s, electors=chance.choice((3, 3, 5))),
         num_elements=tuple(chance.choice((64, 100, 256)) for _ in range(num_fragments)),
@@ -54,6 +55,12 @@ def drawn_plan(seed: int, *, seconds: float = 60.0, num_hosts: tuple[int, int] =
         updates_bytes_kept=chance.choice((0, 0, 20_000, None)),
     )
     return replace(plan, entries_kept=0) if plan.updates_bytes_kept == 0 else plan
+
+
+def _outer(seed: int) -> OuterSpec:
+    """In two runs of three momentum has a limit that it meets."""
+    chance = random.Random(f"outer {seed}")
+    return OuterSpec(mu=chance.choice((0.5, 0.9)), gain_max=chance.choice((0.0, 1.25, 2.0)))
 
 
 def _hosts(chance: random.Random, num_hosts: int) -> tuple[HostPlan, ...]:

@@ -33,6 +33,11 @@ def momentum_after(momentum: Digest, update: Digest) -> Digest:
     return fake_digest("momentum", momentum, update)
 
 
+def fake_cosine(update: Digest) -> float:
+    """Between that update and the one before it, in [-1, 1): any value, as often as any other."""
+    return int(update[:8], 16) / (1 << 31) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class SignedEntry:
     """An entry as it is sent and lies on a disk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from geo_diloco.manifest import ElectionSpec, EvalSpec, StopSpec, SyncSpec
+from geo_diloco.manifest import ElectionSpec, EvalSpec, OuterSpec, StopSpec, SyncSpec
 from geo_diloco.protocol.amendments import Changes
 from geo_diloco.protocol.history import ENTRIES_KEPT
 
@@ -100,6 +100,7 @@ class Plan:
     hosts: tuple[HostPlan, ...] = ()
     """The first founds the run."""
     sync: SyncSpec = field(default_factory=SyncSpec)
+    outer: OuterSpec = field(default_factory=OuterSpec)
     stop: StopSpec = field(default_factory=StopSpec)
     evaluation: EvalSpec = field(default_factory=lambda: EvalSpec(every_seconds=5.0))
     election: ElectionSpec = field(default_factory=lambda: ElectionSpec(electors=1))

@@ -25,7 +25,7 @@ from geo_diloco.protocol.events import (
     SnapshotLoaded,
 )
 from geo_diloco.protocol.messages import BlobRef, Commit
-from geo_diloco.sim.fakes import SignedEntry, fake_digest, momentum_after, theta_after
+from geo_diloco.sim.fakes import SignedEntry, fake_cosine, fake_digest, momentum_after, theta_after
 
 if TYPE_CHECKING:
     from geo_diloco.sim.process import Process
@@ -112,7 +112,7 @@ class ServeHands:
             state_digest=theta_after(state.theta, update),
             momentum_digest=momentum_after(state.momentum, update),
             rbar=1.0,
-            rho=None,
+            rho=None if effect.version == 1 else fake_cosine(update),
         )
         process.handle(merged)
 

@@ -105,6 +105,7 @@ class World:
         self.by_peer = {host.peer: host for host in self.hosts}
         self.rules = RunRules(
             sync=plan.sync,
+            outer=plan.outer,
             stop=plan.stop,
             evaluation=plan.evaluation,
             num_shares=4,

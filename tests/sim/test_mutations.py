@@ -355,6 +355,18 @@ def names(mutations: list[tuple[Mutation, str]]) -> list[str]:
     return [each[0].__name__ for each in mutations]
 
 
+def takes_all_the_momentum_there_is(patch: Patch) -> None:
+    patch.setattr(open_rounds_module, "guarded", lambda outer, head: outer)
+
+
+def test_a_core_with_too_much_momentum_is_found_out(monkeypatch: Patch) -> None:
+    takes_all_the_momentum_there_is(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        for seed in range(24):
+            simulate(drawn_plan(seed))
+    assert re.search("mu up to|is allowed", what_broke(caught.value)), what_broke(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mutate", "complaint"), FOUNDER_ALONE, ids=names(FOUNDER_ALONE))
 def test_a_core_that_breaks_a_rule_is_found_out(mutate: Mutation, complaint: str, monkeypatch: Patch) -> None:

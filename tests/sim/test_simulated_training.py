@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from statistics import mean
 
 import pytest
@@ -31,6 +32,29 @@ SPEEDS_MS = (70, 100, 130, 90)
 
 def commits_of(outcome: RunOutcome) -> list[Commit]:
     return [link.entry for link in outcome.syncer.chain if isinstance(link.entry, Commit)]
+
+
+def rises(outcome: RunOutcome) -> float:
+    """By how much the held-out loss went up again at most, from one point of the curve to the next."""
+    losses = [point.heldout for point in outcome.curve]
+    return max(after - before for before, after in pairwise(loss for loss in losses if loss is not None))
+
+
+def test_a_limit_on_momentum_keeps_a_run_with_much_of_it_and_a_short_interval_from_running_away() -> None:
+    plain = replace(small_manifest(tokens=4 * 120 * TOKENS_PER_STEP), outer=OuterSpec(eta=0.7, mu=0.9))
+    limited = replace(plain, outer=replace(plain.outer, gain_max=2.0))
+    wild, tame = (Simulation(each, fleet(*[100] * 4), seed=3, num_points=6).go() for each in (plain, limited))
+    assert rises(wild) > 0.3
+    assert rises(tame) < 0.1
+    assert (wild.curve[-1].heldout or 9.9) > (tame.curve[-1].heldout or 9.9) + 0.15
+    last: dict[int, Commit] = {}
+    for commit in commits_of(tame):
+        before = last.get(commit.fragment)
+        if before is not None:
+            together = 0.5 / before.rho if before.rho is not None and before.rho > 0 else 1.0
+            assert commit.mu == min(0.9, before.mu + 0.05, together)
+        last[commit.fragment] = commit
+    assert min(commit.mu for commit in last.values()) < 0.8
 
 
 def test_a_learner_may_have_batches_of_its_own() -> None:

@@ -11,6 +11,7 @@ from geo_diloco.manifest import (
     EvalSpec,
     FragmentId,
     MonoMs,
+    OuterSpec,
     PeerId,
     RunRules,
     Seq,
@@ -177,9 +178,11 @@ class Syncing(Single):
         *,
         record: VoteRecord | None = None,
         tokens_per_step: int = 0,
+        outer: OuterSpec | None = None,
     ) -> None:
         rules = RunRules(
             sync=sync,
+            outer=outer or OuterSpec(),
             stop=stop or StopSpec(),
             evaluation=EvalSpec(every_seconds=0),
             num_shares=4,
@@ -206,9 +209,16 @@ class Syncing(Single):
         self.effects: list[Effect] = []
 
     @classmethod
-    def founding(cls, sync: SyncSpec = SYNC, stop: StopSpec | None = None, *, tokens_per_step: int = 0) -> Syncing:
+    def founding(
+        cls,
+        sync: SyncSpec = SYNC,
+        stop: StopSpec | None = None,
+        *,
+        tokens_per_step: int = 0,
+        outer: OuterSpec | None = None,
+    ) -> Syncing:
         """`effects` are those of founding."""
-        syncing = cls(sync, stop, tokens_per_step=tokens_per_step)
+        syncing = cls(sync, stop, tokens_per_step=tokens_per_step, outer=outer)
         theta = tuple(fake_digest("theta", p, 0) for p in range(2))
         momentum = tuple(fake_digest("momentum", p, 0) for p in range(2))
         syncing.effects = syncing.give(FoundRun(theta, momentum, (100, 300), LAYOUT))

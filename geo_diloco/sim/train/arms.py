@@ -48,11 +48,12 @@ _LEGS = {
     "block_up": ("codec_up", "block"),
     "block_down": ("codec_down", "block"),
 }
+_GUARD = {"gain_max": ("outer", "gain_max")}
 _KEYS: dict[ArmKind, dict[str, tuple[str, str]]] = {
     "data-parallel": _INNER,
     "elastic-data-parallel": _INNER,
     "diloco": _INNER | _OUTER,
-    "decoupled": _INNER | _OUTER | {key: ("sync", key) for key in _SYNC_KEYS} | _LEGS,
+    "decoupled": _INNER | _OUTER | _GUARD | {key: ("sync", key) for key in _SYNC_KEYS} | _LEGS,
 }
 """Per kind of arm: what may be set, and where it stands in the manifest."""
 _LINKS = "links"

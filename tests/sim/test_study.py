@@ -1,0 +1,113 @@
+"""The study's driver: what it asks for can be run, what was run is not run again, and differences are paired."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from geo_diloco.sim.train.arms import arms_from, base_manifest
+
+NAMES = ("plan", "churn", "run", "report")
+
+
+class Study:
+    plan: ModuleType
+    churn: ModuleType
+    run: ModuleType
+    report: ModuleType
+
+
+@pytest.fixture
+def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Its files, which are scripts and no package."""
+    monkeypatch.syspath_prepend(str(repository / "examples" / "study"))
+    found = Study()
+    for name in NAMES:
+        setattr(found, name, importlib.import_module(name))
+    yield found
+    for name in NAMES:
+        del sys.modules[name]
+
+
+def test_every_cell_is_an_arm_that_can_be_run_once(study: Any) -> None:
+    for name, part in study.plan.PARTS.items():
+        keys = [study.run.key_of(cell, seed) for cell in part.cells for seed in part.seeds]
+        assert len(set(keys)) == len(keys), name
+        for cell in part.cells:
+            learners = cell.fleet.learners
+            base = base_manifest(num_learners=learners, tokens=cell.tokens, lockstep=False)
+            arms_from([cell.arm], base, num_learners=learners)
+            assert len(cell.fleet.speeds) in (1, learners) and len(cell.fleet.batch_sizes) in (0, learners)
+        for arm in part.against:
+            assert any(study.report.reference_of(cell, part, arm) for cell in part.cells), (name, arm)
+
+
+def test_what_is_there_is_not_run_again(study: Any, tmp_path: Path) -> None:
+    part = study.plan.PARTS["i"]
+    everything = study.run.missing("i", tmp_path)
+    assert [seed for _, seed in everything] == [0, 0, 1, 1, 2, 2]
+    key = study.run.key_of(part.cells[1], 0)
+    (tmp_path / "another.jsonl").write_text(json.dumps({"key": key}) + "\n")
+    assert study.run.missing("i", tmp_path) == [job for job in everything if job != (part.cells[1], 0)]
+
+
+def test_a_line_holds_what_an_arm_came_to(study: Any) -> None:
+    fleet = study.plan.Fleet(learners=2, speeds=(1.0, 0.5), batch_sizes=(8, 2), away="freeze")
+    row = study.run.run_one(study.plan.Cell(arm="decoupled:H=8", tokens=8192, fleet=fleet), 1)
+    assert row["key"] == study.run.key_of(study.plan.Cell(arm="decoupled:H=8", tokens=8192, fleet=fleet), 1)
+    assert "\n" not in json.dumps(row)
+    assert row["tokens_balance"] and row["tokens_trained"] >= 8192
+    assert row["heldout"] < row["curve"][0][2] < 6
+
+
+def test_learners_are_away_a_fifth_of_the_time(study: Any) -> None:
+    fleet = study.plan.Fleet(learners=2, away="crash")
+    faults = study.churn.faults_of(fleet, 0, until_s=50_000)
+    assert {fault.kind for fault in faults} == {"crash"} and faults != study.churn.faults_of(fleet, 1, until_s=50_000)
+    away_s = sum(fault.until_s - fault.from_s for fault in faults)
+    assert away_s / 100_000 == pytest.approx(0.2, abs=0.02)
+    assert away_s / len(faults) == pytest.approx(9.6, abs=0.8)
+    for learner in (1, 2):
+        own = [fault for fault in faults if fault.learner == learner]
+        assert all(one.until_s < two.from_s for one, two in pairwise(own))
+    assert study.churn.faults_of(study.plan.Fleet(), 0, until_s=50_000) == ()
+
+
+def test_differences_are_taken_seed_by_seed(study: Any) -> None:
+    part = study.plan.PARTS["f"]
+    reference, other = part.cells
+    rows: dict[str, Any] = {}
+    for seed, (one, two) in enumerate([(2.0, 2.02), (1.0, 1.01), (4.0, 4.04)]):
+        rows[study.run.key_of(reference, seed)] = {"heldout": one}
+        rows[study.run.key_of(other, seed)] = {"heldout": two}
+    assert study.report.difference(other, part, "decoupled", rows) == "+1.00 ± 0.00 %"
+    assert study.report.difference(reference, part, "decoupled", rows) == ""
+    rows[study.run.key_of(other, 2)] = {"heldout": None}
+    assert study.report.difference(other, part, "decoupled", rows) == "not finite"
+
+
+def test_a_baseline_is_the_same_whoever_is_away(study: Any) -> None:
+    part = study.plan.PARTS["g"]
+    plain = part.cells[-1]
+    assert plain.arm == "diloco"
+    assert [study.report.reference_of(cell, part, "diloco") for cell in part.cells] == [plain] * 3 + [None]
+
+
+def test_an_interval_is_students(study: Any) -> None:
+    half = 4.303 * 1.0 / math.sqrt(3)
+    assert study.report.interval([1.0, 2.0, 3.0]) == f"+2.00 ± {half:.2f} %"
+    assert study.report.interval([-1.5]) == "-1.50 %"
+
+
+def test_what_was_not_run_is_said(study: Any, tmp_path: Path) -> None:
+    made = study.report.report(tmp_path)
+    assert made.count("Not run yet") == len(study.plan.PARTS)
