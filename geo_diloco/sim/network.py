@@ -27,7 +27,8 @@ class Link:
         self._ends = (dialer, accepter)
         self.up = True
         self._arrives = {dialer.peer: 0, accepter.peer: 0}
-        own_ms = dialer.host.plan.delay_ms + accepter.host.plan.delay_ms
+        hosts = [world.by_peer.get(process.peer) for process in self._ends]  # a liar is nobody's
+        own_ms = sum(host.plan.delay_ms for host in hosts if host is not None)
         self._delay_ms = (own_ms, own_ms) if own_ms else world.plan.delay_ms
 
     def other(self, process: Process) -> Process:
