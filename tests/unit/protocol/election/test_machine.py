@@ -328,7 +328,7 @@ def test_whoever_offers_from_an_earlier_branch_is_told_of_the_later_one_and_does
         said = list(bench.hear(peer, offer_of(peer), term=1, branch=chain.branch))
         assert ballots(said, Refuse)[0][1].reason == "branch"
     bench.wait(2_000)
-    assert bench.role == "peer" and "needed are here" in bench.machine.status(bench.now).candidacy
+    assert bench.role == "peer" and "electors needed are here" in bench.machine.status(bench.now).candidacy
 
 
 def test_an_elector_named_by_a_reform_hears_of_it_from_the_candidate_that_asks() -> None:
