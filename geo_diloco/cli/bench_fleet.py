@@ -38,7 +38,8 @@ def measure_fleet(path: Path, *, warm_up_s: float, seconds: float, keep: Path | 
     plan = rig_plan_from_fleet(path, fleet, warm_up_s=warm_up_s, seconds=seconds)
     timing = time_rounds(fleet)
     say(f"predicted: {60 * timing.rounds_per_s:.1f} rounds a minute with {timing.participants:.2f} participants")
-    with kept_folder(keep, prefix="geo-diloco-fleet-") as folder, Star(round_trip_s=0.0) as star:
+    farthest_s = max(site.round_trip_s for site in plan.sites)  # until links are their own
+    with kept_folder(keep, prefix="geo-diloco-fleet-") as folder, Star(round_trip_s=farthest_s) as star:
         figures = measure_run(plan, folder / "run", star, say)
         return compared(fleet, timing, figures) | held_out(folder / "run" / SYNCER / "tape.jsonl")
 

@@ -126,6 +126,8 @@ class Plan:
     """Small mishaps end then, as do the faults above."""
     forgets_uploads: bool = False
     """Whether an upload whose blob is forgotten ends without a word."""
+    is_watched: bool = True
+    """Whether checkers may look: work is followed step by step, effects are hashed. It takes a third of the time."""
     has_liar: bool = False
     """Somebody lies to whoever serves, until faults end."""
 

@@ -87,7 +87,8 @@ class Training:
         tokens = 16 + self.step % 3 * 8
         self.tokens += tokens
         self.cursor += tokens
-        self.replica.train(StepKey(process.peer, process.boot, self.step))
+        if process.world.plan.is_watched:
+            self.replica.train(StepKey(process.peer, process.boot, self.step))
         self._report(StepDone(self.step, self.tokens, self._step_ms * 1_000, 2.0, self.cursor))
         if self._sync.lockstep:
             self._duties.extend(lockstep_duties(self.step, self._sync))

@@ -314,7 +314,7 @@ class World:
 
     def handled(self, process: Process, event: Event, effects: list[Effect]) -> None:
         self.num_events += 1
-        if effects:
+        if effects and self.plan.is_watched:
             self._effects.update(f"{self.clock.now} {process.host.index} {effects!r}\n".encode())
         for effect in effects:
             if isinstance(effect, Note):

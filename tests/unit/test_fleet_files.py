@@ -23,11 +23,15 @@ def test_keys_left_out_have_the_manifest_s_defaults(tmp_path: Path) -> None:
     file = load_fleet(written(tmp_path, MODEL + MACHINE + MACHINE.replace("machine", "volunteer") + "count = 3\n"))
     assert (file.sync.interval_steps, file.sync.fragments, file.sync.quorum, file.sync.codec) == (24, 24, 1, "int4")
     assert (len(file.machines), file.machines[0].on_from, file.volunteers[0].count) == (1, 0.0, 3)
+    assert file.machines[0].rtt_ms == 40.0
 
 
-def test_the_example_can_be_read() -> None:
-    file = load_fleet(Path(__file__).parents[2] / "examples" / "fleet.toml")
+def test_the_examples_can_be_read() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    file = load_fleet(examples / "fleet.toml")
     assert file.machines and file.volunteers
+    fleets = [load_fleet(path) for path in sorted((examples / "fleets").glob("*.toml"))]
+    assert [sum(each.count for each in file.machines) for file in fleets] == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,7 @@ def test_the_example_can_be_read() -> None:
         (MODEL + MACHINE + "[[machines]]\n", r"machines is no known key; allowed are \[model\], \[sync\], \[\[machine"),
         (MODEL + MACHINE.replace("step_s", "steps_s"), "machine 1: steps_s = 1.5 is no known key; did you mean step_s"),
         (MODEL + MACHINE.replace("40", "-1"), "machine 1: up_mbit = -1; allowed is a number from 0.001"),
+        (MODEL + MACHINE + "rtt_ms = -1\n", "machine 1: rtt_ms = -1; allowed is a number from 0"),
         (MODEL + '[sync]\ncodec = "int5"\n' + MACHINE, 'codec = "int5"; allowed is one of "none"'),
         (MODEL + "[sync]\nquorum = 2\n" + MACHINE, "quorum = 2: more than there are machines"),
         (MODEL + MACHINE + "count = 600\n" + MACHINE + "count = 600\n", "1200 machines; allowed are 1000"),

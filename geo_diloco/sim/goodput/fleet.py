@@ -33,7 +33,7 @@ CODEC_BITS = {"none": 32.0, "bf16": 11.0, "int8": 7.5, "int4": 3.7}
 """A parameter's on the line, zstd included, as measured (numerics/README.md)."""
 
 
-BLOB_S = 0.015
+BLOB_S = 0.02
 """An upload takes so much longer than its line needs: read from one disk, verified, and written to the other."""
 
 
@@ -144,7 +144,7 @@ def predict(fleet: Fleet, timing: Timing, *, days: float, seeds: Sequence[int]) 
     joins = _joins(fleet, training, pace)
     fresh = np.minimum(1.0, joins * _ratio(timing.fresh, rates.fresh)[:, None])
     joins = np.minimum(1.0, joins * _ratio(timing.joins, rates.joins)[:, None])
-    pace = pace * timing.rounds_per_s / rates.rounds_per_s
+    pace = pace * _ratio([timing.rounds_per_s], [rates.rounds_per_s])
     trained = (training * speed).sum(axis=0)
     offered = float((on * unhindered).sum())
     return FleetOutcome(
@@ -161,7 +161,7 @@ def predict(fleet: Fleet, timing: Timing, *, days: float, seeds: Sequence[int]) 
 
 
 def _ratio(timed: Sequence[float], rates: Sequence[float]) -> Floats:
-    """Of a machine whose rates allow it no round at all there is nothing to correct."""
+    """Where rates allow no round at all there is nothing to correct."""
     return np.array([one / other if other else 1.0 for one, other in zip(timed, rates, strict=True)])
 
 

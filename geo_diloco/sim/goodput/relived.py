@@ -15,6 +15,7 @@ from typing import TypeVar
 from geo_diloco.errors import TapeError
 from geo_diloco.manifest import PeerId
 from geo_diloco.protocol.effects import CheckContribution, Effect, Merge, Seal, Send
+from geo_diloco.protocol.election.ballots import Ack
 from geo_diloco.protocol.events import ContributionChecked, Event, Merged, Received, Sealed
 from geo_diloco.protocol.messages import Commit, Contribution, RoundOpen, Sampled
 from geo_diloco.sim.goodput.fleet import SHELL
@@ -34,7 +35,8 @@ class Relived:
 
     commits: Dated[Commit] = field(default_factory=list)
     waits: Dated[tuple[PeerId, int]] = field(default_factory=list)
-    """From asking a learner to its word that it sampled: a round trip, and the rest of its inner step."""
+    """From a word to a learner to its answer: that it sampled, for which it also waits for the end of its inner step,
+    or, if it is an elector, that it heard the heartbeat, for which it may have to fetch something."""
     encoding: Dated[int] = field(default_factory=list)
     checking: Dated[int] = field(default_factory=list)
     merging: Dated[int] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Relived:
         return sum(numbers) / len(numbers) if numbers else None
 
     def rtt_s(self, peer: PeerId) -> float | None:
-        """Whoever was asked just before the end of its step answered after a round trip."""
+        """Whoever had nothing to wait for answered after a round trip."""
         waits = [wait for _, (each, wait) in self.waits if each == peer]
         return min(waits) / 1000 if len(waits) >= FEW else None
 
@@ -124,6 +126,8 @@ class _Watching:
                 if asked_at is not None:
                     self.seen.waits.append((at, (peer, at - asked_at)))
                     self._since["encode", peer, sampled.round] = at
+            case Received(sender=peer, message=Ack(sent_at=sent_at)) if sent_at <= at:
+                self.seen.waits.append((at, (peer, at - sent_at)))
             case Received(sender=peer, message=Contribution() as given):
                 self._note(self.seen.encoding, ("encode", peer, given.round), at)
             case ContributionChecked():

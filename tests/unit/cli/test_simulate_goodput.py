@@ -94,13 +94,30 @@ def test_calibration_prints_fitted_beside_shipped(
     assert "3.5" in text and "66" in text and "square difference 1.00 points" in text
 
 
-def test_a_fleet_and_what_volunteers_bring(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    example = str(Path(__file__).parents[3] / "examples" / "fleet.toml")
-    said = parsed(monkeypatch, capsys, "--fleet", example, "--days", "2", "--seeds", "1")
+FLEET = """
+model = { parameters = 1e6, tokens_per_step = 1024 }
+sync = { interval_steps = 8, fragments = 2 }
+machine = [
+  { name = "desk", step_s = 1.0, up_mbit = 50.0, down_mbit = 100.0, fails_every_hours = 1e6 },
+  { name = "laptop", step_s = 2.0, up_mbit = 50.0, down_mbit = 100.0, fails_every_hours = 1e6 },
+]
+volunteer = [{ name = "late", step_s = 1.0, up_mbit = 50.0, down_mbit = 100.0, fails_every_hours = 1e6 }]
+"""
+
+
+def test_a_fleet_and_what_volunteers_bring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET, encoding="utf-8")
+    asked = ("--fleet", str(tmp_path / "fleet.toml"), "--days", "0.2", "--seeds", "1")
+    said = parsed(monkeypatch, capsys, *asked)
     before, after = said["fleets"]["the fleet"], said["fleets"]["with volunteers"]
+    assert before["rounds_per_hour"] == pytest.approx(450, rel=0.05), "of two the slower sets the pace"
+    assert after["rounds_per_hour"] == pytest.approx(900, rel=0.05)
+    assert 1.0 < before["participants"] < 2.0 < after["participants"] < 3.0, "not everybody is in every round"
     assert before["tokens_per_hour"] < after["tokens_per_hour"]
     assert [each["rule"] for each in said["advice"]] == ["K", "H", "codec"]
-    assert "with volunteers" in printed(monkeypatch, capsys, "--fleet", example, "--days", "1", "--seeds", "1")
+    assert "with volunteers" in printed(monkeypatch, capsys, *asked)
 
 
 @pytest.mark.parametrize(
