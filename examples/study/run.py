@@ -57,6 +57,7 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
     """In a process of its own: torch has one thread there."""
     from churn import faults_of
 
+    from geo_diloco.config import FaultPlan
     from geo_diloco.sim.train.arms import arms_from, base_manifest
     from geo_diloco.sim.train.comparing import run_arm
     from geo_diloco.sim.train.fleet import Fleet, Machine
@@ -74,7 +75,9 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
     (arm,) = arms_from([written], base, num_learners=fleet.learners)
     until_s = 3 * cell.tokens / 1024 / fleet.learners * 0.16 / min(fleet.speeds)
     faults = faults_of(fleet, seed, until_s=until_s)
-    result = run_arm(arm, Fleet(machines=machines, faults=faults), seed, num_points=NUM_POINTS).to_json()
+    result = run_arm(
+        arm, Fleet(machines=machines, plan=FaultPlan(faults=faults)), seed, num_points=NUM_POINTS
+    ).to_json()
     return {
         "key": key_of(cell, seed),
         "arm": cell.arm,

@@ -67,9 +67,7 @@ def goodput(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """What is left of the chips' time under failures, beside the paper's figures; what your own fleet comes to."""
-    _check("--hold-out", hold_out, 0.0, 0.9)
-    if hold_out and from_tape is None:
-        raise ConfigError(f"--hold-out {hold_out:g}: it is for --from-tape; leave it out")
+    _check_hold_out(hold_out, from_tape)
     kinds = (paper, calibrate, scavenge, bandwidth, fleet is not None, from_tape is not None)
     question = _question(dict(zip(QUESTIONS, kinds, strict=True)), with_systems=bool(chips or learners or mtbi_days))
     if plot is not None:
@@ -102,6 +100,12 @@ def goodput(
         _fleet(fleet, from_tape, hold_out, world, as_json=as_json)
     else:
         _table(_systems(chips, learners, world), world, plot, as_json=as_json)
+
+
+def _check_hold_out(share: float, tape: Path | None) -> None:
+    _check("--hold-out", share, 0.0, 0.9)
+    if share and tape is None:
+        raise ConfigError(f"--hold-out {share:g}: it is for --from-tape; leave it out")
 
 
 def _write_plan(
