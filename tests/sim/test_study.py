@@ -67,6 +67,7 @@ def test_a_line_holds_what_an_arm_came_to(study: Any) -> None:
     assert "\n" not in json.dumps(row)
     assert row["tokens_balance"] and row["tokens_trained"] >= 8192
     assert row["heldout"] < row["curve"][0][2] < 6
+    assert -1 <= row["rho_mean"] <= 1 and row["mu_mean"] == 0.5
 
 
 def test_learners_are_away_a_fifth_of_the_time(study: Any) -> None:

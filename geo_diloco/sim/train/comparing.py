@@ -61,6 +61,10 @@ class ArmResult:
     wall_s: float
     effects_digest: str | None
     """Of every effect of every core; none for a baseline, which has no core."""
+    rho_mean: float | None = None
+    """Cosine between successive updates of a fragment, over all commits; none for a baseline, which tells no rho."""
+    mu_mean: float | None = None
+    """Momentum that was used."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,6 +97,8 @@ def _decoupled(arm: Arm, fleet: Fleet, seed: int, num_points: int) -> ArmResult:
         bytes_per_param_down=chain.bytes_per_param_down,
         bytes_up=chain.bytes_up,
         bytes_down=updates_bytes * fleet.num_learners,
+        rho_mean=chain.rho_mean,
+        mu_mean=chain.mu_mean,
         wall_s=outcome.wall_s,
         effects_digest=outcome.effects_digest,
     )
