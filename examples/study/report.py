@@ -87,8 +87,8 @@ def table(part: Part, rows: Rows) -> list[str]:
     for (fleet, tokens), cells in groups.items():
         lines += ["", f"{fleet}, {tokens / 1e6:g}M tokens:", ""]
         against = " | ".join(f"against `{arm}`" for arm in part.against)
-        lines += [f"| arm | held-out loss, seeds in order | {against} | merged | participants |"]
-        lines += ["|---|---" + "|---" * len(part.against) + "|---|---|"]
+        lines += [f"| arm | held-out loss, seeds in order | {against} | merged | participants | rho |"]
+        lines += ["|---|---" + "|---" * len(part.against) + "|---|---|---|"]
         lines += [_row(cell, part, rows) for cell in cells]
     return lines
 
@@ -99,7 +99,9 @@ def _row(cell: Cell, part: Part, rows: Rows) -> str:
     merged = sum(row["tokens_merged"] for row in there) / sum(row["tokens_trained"] for row in there)
     participants = sum(row["participants_mean"] for row in there) / len(there)
     against = [difference(cell, part, arm, rows) for arm in part.against]
-    cells = [f"`{cell.arm}`", found, *against, f"{100 * merged:.1f} %", f"{participants:.2f}"]
+    rhos = [row["rho_mean"] for row in there if row.get("rho_mean") is not None]
+    rho = f"{sum(rhos) / len(rhos):.2f}" if rhos else ""
+    cells = [f"`{cell.arm}`", found, *against, f"{100 * merged:.1f} %", f"{participants:.2f}", rho]
     return "| " + " | ".join(cells) + " |"
 
 

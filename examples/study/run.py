@@ -42,8 +42,15 @@ def key_of(cell: Cell, seed: int) -> str:
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """Finished runs of all parts by key: what one has run another needs not."""
-    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines()]
-    return {row["key"]: row for row in map(json.loads, lines)}
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            try:
+                row = json.loads(line)
+                found[row["key"]] = row
+            except (ValueError, KeyError, TypeError):
+                sys.exit(f"{path}, line {number}: no result; a run was cut off there: delete the line and run it again")
+    return found
 
 
 def missing(part: str, folder: Path) -> list[Job]:

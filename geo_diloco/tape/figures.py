@@ -32,6 +32,10 @@ class ChainFigures:
     """Of all merged contributions."""
     quorum_wait_ms_mean: float = 0.0
     grace_ms_mean: float = 0.0
+    rho_mean: float = 0.0
+    """Cosine between successive updates of a fragment; 0 without any."""
+    mu_mean: float = 0.0
+    """Momentum that was used."""
     finished: bool = False
     num_elements: tuple[int, ...] = ()
     digests: tuple[dict[int, str], ...] = field(default=(), repr=False)
@@ -81,6 +85,8 @@ def chain_figures(entries: Iterable[Entry]) -> ChainFigures:
         bytes_per_param_down=sum(commit.update.size for commit in commits) / max(1, params_down),
         quorum_wait_ms_mean=_mean([commit.quorum_wait_ms for commit in commits]),
         grace_ms_mean=_mean([commit.grace_ms for commit in commits]),
+        rho_mean=_mean([commit.rho for commit in commits if commit.rho is not None]),
+        mu_mean=_mean([commit.mu for commit in commits]),
         finished=finished,
         num_elements=num_elements,
         digests=digests,

@@ -54,7 +54,10 @@ def test_a_limit_on_momentum_keeps_a_run_with_much_of_it_and_a_short_interval_fr
             together = 0.5 / before.rho if before.rho is not None and before.rho > 0 else 1.0
             assert commit.mu == min(0.9, before.mu + 0.05, together)
         last[commit.fragment] = commit
-    assert min(commit.mu for commit in last.values()) < 0.8
+    figures = chain_figures(link.entry for link in tame.syncer.chain)
+    assert figures.mu_mean < 0.8 and figures.rho_mean == pytest.approx(
+        mean(commit.rho for commit in commits_of(tame) if commit.rho is not None)
+    )
 
 
 def test_a_learner_may_have_batches_of_its_own() -> None:

@@ -60,6 +60,12 @@ def test_what_is_there_is_not_run_again(study: Any, tmp_path: Path) -> None:
     assert study.run.missing("i", tmp_path) == [job for job in everything if job != (part.cells[1], 0)]
 
 
+def test_a_line_that_was_cut_off_is_named(study: Any, tmp_path: Path) -> None:
+    (tmp_path / "i.jsonl").write_text('{"key": "x"}\n{"key": ')
+    with pytest.raises(SystemExit, match=r"i\.jsonl, line 2: no result; .* delete the line"):
+        study.run.missing("i", tmp_path)
+
+
 def test_a_line_holds_what_an_arm_came_to(study: Any) -> None:
     fleet = study.plan.Fleet(learners=2, speeds=(1.0, 0.5), batch_sizes=(8, 2), away="freeze")
     row = study.run.run_one(study.plan.Cell(arm="decoupled:H=8", tokens=8192, fleet=fleet), 1)
@@ -67,6 +73,7 @@ def test_a_line_holds_what_an_arm_came_to(study: Any) -> None:
     assert "\n" not in json.dumps(row)
     assert row["tokens_balance"] and row["tokens_trained"] >= 8192
     assert row["heldout"] < row["curve"][0][2] < 6
+    assert -1 <= row["rho_mean"] <= 1 and row["mu_mean"] == 0.5
 
 
 def test_learners_are_away_a_fifth_of_the_time(study: Any) -> None:

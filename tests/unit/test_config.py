@@ -166,13 +166,18 @@ def test_a_key_with_line_breaks_in_it_is_still_one_line() -> None:
 
 def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
     assert mistake_in(changed("[outer]", "[outer]\nzzz = 1")) == (
-        "outer.zzz = 1 is no known key; allowed are outer.eta, outer.mu"
+        "outer.zzz = 1 is no known key; allowed are outer.eta, outer.mu, outer.gain_max"
     )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        (
+            "gain_max = 0.0",
+            "gain_max = 0.5",
+            "outer.gain_max = 0.5; allowed is 0 (no limit), or a number of at least 1",
+        ),
         ("overlap_steps = 2", "overlap_steps = 24", "sync.overlap_steps = 24; allowed is less than sync."),
         ('schedule_by = "run"', 'schedule_by = "own"', 'inner.schedule_by = "own"; allowed is "own" only with a token'),
         ("sequence_length = 128", "sequence_length = 512", "data.sequence_length = 512; allowed is at most model."),

@@ -69,6 +69,8 @@ def _decoupled(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points
         bytes_per_param_down=chain.bytes_per_param_down,
         bytes_up=chain.bytes_up,
         bytes_down=updates_bytes * fleet.num_learners,
+        rho_mean=chain.rho_mean,
+        mu_mean=chain.mu_mean,
         wall_s=outcome.wall_s,
         effects_digest=outcome.effects_digest,
     )

@@ -45,6 +45,10 @@ class ArmResult:
     wall_s: float
     effects_digest: str | None
     """Of every effect of every core; none for a baseline, which has no core."""
+    rho_mean: float | None = None
+    """Cosine between successive updates of a fragment, over all commits; none for a baseline, which tells no rho."""
+    mu_mean: float | None = None
+    """Momentum that was used."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
