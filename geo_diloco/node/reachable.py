@@ -27,12 +27,14 @@ from geo_diloco.node.inviting import FounderInfo, info_of
 from geo_diloco.node.joining import HEAD_START_S
 from geo_diloco.node.keeping import SnapshotKeeper
 from geo_diloco.node.machine import hello_facts
+from geo_diloco.node.obeying import Obedience
+from geo_diloco.node.proving import ProofShelf
 from geo_diloco.node.rundir import disk_failure
 from geo_diloco.node.station import UPDATES_BYTES_KEPT, Station, StationParts, directory_status
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.effects import ReadyToLeave, RefusedForGood, RunFinished
-from geo_diloco.protocol.events import AmendmentAsked, FoundRun, HandoverAsked
-from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Finished, Record, Reform
+from geo_diloco.protocol.events import FoundRun
+from geo_diloco.protocol.messages import BlobRef, Commit, Envelope, Finished, Record
 from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import ControlLink
 from geo_diloco.runtime.dht import Directory
@@ -41,10 +43,9 @@ from geo_diloco.runtime.driver import Driver, Worker
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import proof_is_valid
 from geo_diloco.runtime.lag import LagProbe
-from geo_diloco.runtime.proof import is_of_proof
 from geo_diloco.runtime.seeking import Place
 from geo_diloco.runtime.serving import Serving, ServingParts
-from geo_diloco.runtime.wire import Order, Signed, open_amendment
+from geo_diloco.runtime.wire import Order, Signed
 
 AWAY_MS_MAX = 30 * 24 * 3_600_000
 LEAVE_S = 1.5
@@ -87,9 +88,8 @@ class ReachableNode:
         self._address = ""
         self._is_on_air = False
         """The port is bound before the chain is read, because the core's first words name it."""
-        self._proof: list[Signed] = []
-        self._proof_seq = Seq(-1)
-        self._proof_lineage = 0
+        self._proof: ProofShelf | None = None
+        self._obedience: Obedience | None = None
         self._station: Station | None = None
         self._keeper: SnapshotKeeper | None = None
         self._serving: Serving | None = None
@@ -142,7 +142,8 @@ class ReachableNode:
     async def _look_after(self) -> None:
         """What would take long when somebody asks."""
         while True:
-            self._collect_proof()
+            if self._proof is not None:
+                self._proof.collect()
             self._disk_bytes = await asyncio.to_thread(self._p.run_dir.num_bytes)
             await asyncio.sleep(LOOK_AFTER_S)
 
@@ -214,6 +215,8 @@ class ReachableNode:
             ),
             on_failure=self._fail,
         )
+        self._proof = ProofShelf(station.core, p.chain)
+        self._obedience = Obedience(station, p.chain, p.log, owner=self.owner)
         serving = ServingParts(
             driver=station.driver,
             worker=self._worker,
@@ -308,26 +311,7 @@ class ReachableNode:
         return found
 
     def proof(self, first: int, limit: int) -> list[Signed]:
-        if not self._is_on_air:
-            return []
-        self._collect_proof()
-        return self._proof[first : first + limit]
-
-    def _collect_proof(self) -> None:
-        """Of what is durable by now; as a rule while it is in memory."""
-        core, chain = self.station.core, self._p.chain
-        if self._proof and core.ledger.lineage != self._proof_lineage:  # a reform may have left some of it behind
-            self._proof, self._proof_seq = [], Seq(-1)
-        self._proof_lineage = core.ledger.lineage
-        while self._proof_seq < core.ledger.seq:
-            digest = core.election.digest_at(Seq(self._proof_seq + 1))
-            entry = None if digest is None else chain.entry(digest)
-            signed = None if digest is None else chain.signed(digest)
-            if entry is None or signed is None:
-                break
-            self._proof_seq = Seq(self._proof_seq + 1)
-            if is_of_proof(entry):
-                self._proof.append(signed)
+        return self._proof.entries(first, limit) if self._proof is not None and self._is_on_air else []
 
     async def snapshot(self, fragments: tuple[int, ...] | None) -> Signed | None:
         return await self._keeper.newest() if self._keeper is not None and self._is_on_air else None
@@ -390,38 +374,9 @@ class ReachableNode:
         return self._bulk.lanes.quota.why_used_up() if self._config.mirror else "its owner doesn't want it to"
 
     def order(self, order: Order) -> str:
-        if self._station is None or not self._is_on_air:
+        if self._obedience is None or not self._is_on_air:
             raise TransferError("this peer has not begun yet")
-        if order.wish == "reform":
-            return self._reform(Signed.from_line(order.signed))
-        if not self._station.core.serves:
-            raise TransferError("this peer is not the syncer now")
-        if order.wish == "amend":
-            return self._amend(order.signed)
-        self._p.log.note("handover", "its owner wants this peer to hand over")
-        self.driver.feed(HandoverAsked(order.to))
-        return "handing over"
-
-    def _reform(self, signed: Signed) -> str:
-        entry = self._p.chain.verify(signed)
-        if not isinstance(entry, Reform) or signed.signer != self.owner:
-            raise RefusedError("not a reform that the run's owner signed")
-        self._p.log.note("reform", f"the run's owner goes on with other electors: reform {entry.lineage}")
-        self.station.following.take_entry(signed)
-        if not self.station.core.election.knows(signed.digest):
-            raise RefusedError(f"reform {entry.lineage} can't be taken in here: see this peer's log")
-        return f"reform {entry.lineage} is taken in"
-
-    def _amend(self, signed: str) -> str:
-        asked = AmendmentAsked(*open_amendment(signed), signed)
-        core, number = self.station.core, asked.order.number
-        if any(each.order == signed for each in core.ledger.amended):
-            return f"amendment {number} is in force"
-        if why_not := core.why_not_amend(asked):
-            raise RefusedError(f"amendment {number} is refused: {why_not}")
-        self._p.log.note("amend", f"the run's owner wants amendment {number}")
-        self.driver.feed(asked)
-        return f"amendment {number} is being appended"
+        return self._obedience.obey(order)
 
     def verify_token(self, proof: str, nonce: str, peer: PeerId) -> bool:
         return not self._p.token or proof_is_valid(proof, self._p.token, nonce=nonce, peer=peer)

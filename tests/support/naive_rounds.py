@@ -141,10 +141,10 @@ class Naive:
         return tally
 
     def _quorum_at(self, round_: Round, fresh: int, now: MonoMs) -> MonoMs | None:
-        if round_.closing is not None and self.quorum_at.get(round_.number) is None:
-            # With its quorum it was not seen waiting: it closed within the event that brought the last of it.
-            if sum(round_.is_fresh(item) for item in round_.closing.taken) >= self._sync.quorum:
-                self.quorum_at[round_.number] = MonoMs(round_.closing.at - round_.closing.grace_ms)
+        closing = round_.closing
+        if closing is not None and sum(round_.is_fresh(item) for item in closing.taken) >= self._sync.quorum:
+            # Perhaps it was not seen waiting with its quorum: it closed within the event that brought the last of it.
+            self.quorum_at[round_.number] = self.quorum_at.get(round_.number) or MonoMs(closing.at - closing.grace_ms)
         if not self.is_waiting(round_, now):
             return self.quorum_at.get(round_.number)
         since = self.quorum_at.get(round_.number) or now
