@@ -128,6 +128,9 @@ class SyncSpec:
     """Of embeddings, where the others aren't merged by plain mean."""
     token_weights: bool = True
     """Who trained on more tokens, and in larger steps, weighs more in a merge; else all weigh the same."""
+    weigh_absent: bool = True
+    """A merge moves Theta by its portion: the weight of those in it beside that of all learners. Else those in it count
+    as everybody, and weigh by what they trained since they adopted last."""
     rounds_in_flight_max: int = 8
     lockstep: bool = False
     """Deterministic order for tests and research; the only mode in which `step` may wait."""

@@ -135,8 +135,13 @@ class StreamingMerge:
                     _add_scaled(self._sums[where], vector[where], factor)
         return length
 
-    def result(self) -> MergeResult:
-        """The merged gradient; this object must not be used again. Zero if all weights were zero."""
+    def result(self, *, portion: float = 1.0) -> MergeResult:
+        """The merged gradient, times `portion`; this object must not be used again. Zero if all weights were zero.
+
+        `portion`: of the weight of all learners, how much was added here.
+        """
+        if not 0.0 < portion <= 1.0:
+            raise LocalProtocolError(f"a portion of {portion}: above 0 and at most 1 is wanted")
         if not self._num_added:
             raise LocalProtocolError("a merge of nothing: add at least one outer gradient")
         if self._weights == 0.0:
@@ -149,7 +154,7 @@ class StreamingMerge:
                 if factor is None:
                     self._sums[where].zero_()
                 else:
-                    self._sums[where].mul_(factor)
+                    self._sums[where].mul_(factor * portion)
         return MergeResult(self._sums, num_degenerate)
 
     def _stretch(self, part: _Part, norms: float) -> float | None:

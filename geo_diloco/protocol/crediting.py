@@ -9,13 +9,14 @@ before is given what the median would have trained since the chain's last entry,
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from geo_diloco.manifest import FragmentId, MonoMs, PeerId, RunRules
 from geo_diloco.protocol.holdings import Held
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import Membership
 from geo_diloco.protocol.plausibility import Counted, Pace, count, credit_max, tokens_per_second
+from geo_diloco.protocol.portion import Interval, portion
 
 STRANGERS_MAX = 4096
 """More peers met than that, and those who are gone are forgotten."""
@@ -59,7 +60,36 @@ class Crediting:
         credits = [self._credit(item.contribution.id.peer, fragment) for item in taken]
         claims = [(item.contribution, item.norm) for item in taken]
         lengths = self._ledger.lengths.get(fragment, ())
-        return count(claims, credits, lengths, token_weights=self._rules.sync.token_weights)
+        sync, spans = self._rules.sync, None
+        if self._weighs_absent:
+            interval = self._interval()
+            spans = [interval.span(self._pace(item.contribution.id.peer).step_time_us) for item in taken]
+        return count(claims, credits, lengths, token_weights=sync.token_weights, spans=spans)
+
+    def portion(self, counted: Sequence[Counted], absent: Iterable[PeerId]) -> float:
+        """Of a merge of these: `absent` train, and are not in it."""
+        if not self._weighs_absent:
+            return 1.0
+        interval, by_tokens = self._interval(), self._rules.sync.token_weights
+        missing = [interval.weight(self._pace(peer)) if by_tokens else 1.0 for peer in absent]
+        return portion([each.weight for each in counted], missing)
+
+    @property
+    def _weighs_absent(self) -> bool:
+        """In lockstep nothing that is measured decides anything, and nobody is absent."""
+        return self._rules.sync.weigh_absent and not self._rules.sync.lockstep
+
+    def _interval(self) -> Interval:
+        return Interval(
+            steps=self._rules.sync.interval_steps,
+            median_us=self._membership.median_us(told=True),
+            tokens_per_step=self._rules.tokens_per_step,
+        )
+
+    def _pace(self, peer: PeerId) -> Pace:
+        """As it told it; zeros of one that this process has not met."""
+        member = self._membership.get(peer)
+        return Pace(0, 0, 0) if member is None else Pace(member.step, member.tokens, member.step_time_us)
 
     def merged(self, fragment: FragmentId, taken: Sequence[Held], counted: Sequence[Counted]) -> None:
         """A commit says so."""

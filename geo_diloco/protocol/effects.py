@@ -187,7 +187,7 @@ class MergeInput:
     blob: BlobRef
     base_version: Version
     weight: float
-    """w_m = tokens^2 / steps, up to its limit; not normalised."""
+    """Up to its limit (`plausibility.py`); not normalised."""
     scale: float = 1.0
     """The delta is multiplied by it before it is merged."""
 
@@ -206,6 +206,8 @@ class Merge:
     mu: float
     codec: CodecSpec
     """Of the update."""
+    portion: float = 1.0
+    """The merged gradient is multiplied by it: the weight of those in it beside that of all who train."""
 
 
 @dataclass(frozen=True, slots=True)

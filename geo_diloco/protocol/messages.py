@@ -99,7 +99,7 @@ class Participant:
     """All that the delta stands for, for the ledger; both up to what is plausible (`plausibility.py`)."""
     contribution: BlobRef
     weight: float
-    """Share of the merge in [0, 1]; the weights of a commit sum to 1."""
+    """In [0, 1]. The weights of a commit sum to the merge's portion: 1 if everybody who trains is in it."""
     norm: float
     """L2 norm of the whole decoded delta, as merged."""
 

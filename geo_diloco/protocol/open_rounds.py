@@ -215,7 +215,10 @@ class OpenRounds:
         outer = guarded(self.rules.outer, self._ledger.heads[round_.fragment])
         closing = close_round(round_, held, live, now=now, reason=reason, outer=outer)
         counted = self._crediting.count(closing.taken, round_.fragment, now)
-        round_.closing = closing = replace(closing, counted=counted)
+        taken = {item.contribution.id.peer for item in closing.taken}
+        absent = [each.peer for each in live if each.peer not in taken and not self._patience.is_over(each.peer)]
+        portion = self._crediting.portion(counted, absent)
+        round_.closing = closing = replace(closing, counted=counted, portion=portion)
         round_.retry_at = round_.look_at = None
         for item in closing.taken:
             item.merging = True
@@ -228,6 +231,7 @@ class OpenRounds:
             eta=outer.eta,
             mu=outer.mu,
             codec=self.rules.codec_down,
+            portion=portion,
         )
 
     # -- merging --------------------------------------------------------------------------------------------------

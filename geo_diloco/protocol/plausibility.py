@@ -7,7 +7,8 @@ things are cut (numerics.md, 2):
     tokens   in all, CREDIT_FACTOR times what the median live learner has trained since this one is known, and as
              many times an interval of the manifest's own batches. What is beyond it enters neither the run's
              progress nor the weight; the learner books it as dropped, `implausible`.
-    weight   WEIGHT_FACTOR times that of the median participant: nobody's share of a merge grows without end.
+    weight   WEIGHT_FACTOR times that of the median participant: nobody's share of a merge grows without end. Nor does
+             that of those who are not in it, by whom its portion is counted (`portion.py`).
     length   LENGTH_FACTOR times the median of what was merged into the fragment lately: a longer delta is shortened.
              (Where nothing was merged yet, the shell's gate refuses what is absurd beside Theta itself.)
 
@@ -84,12 +85,17 @@ def count(
     lengths: Sequence[float],
     *,
     token_weights: bool = True,
+    spans: Sequence[float] | None = None,
 ) -> tuple[Counted, ...]:
-    """What of each (contribution, norm) counts. `credits`: from `credit_max`; `lengths`: merged lately."""
+    """What of each (contribution, norm) counts. `credits`: from `credit_max`; `lengths`: merged lately; `spans`: inner
+    steps of each in an interval (`portion.py`), none where each weighs by what it trained since it adopted last."""
     tokens = [_credited(claim, credit) for (claim, _), credit in zip(taken, credits, strict=True)]
     weights = [1.0] * len(taken)
     if token_weights:
         weights = [fresh * fresh / claim.steps for (fresh, _), (claim, _) in zip(tokens, taken, strict=True)]
+    if token_weights and spans is not None:
+        steps = [claim.steps for claim, _ in taken]
+        weights = [weight * span / each for weight, span, each in zip(weights, spans, steps, strict=True)]
     weight_max = WEIGHT_FACTOR * lower_median(weights) if weights else 0.0
     usual = lower_median(lengths) if len(lengths) >= LENGTHS_MIN else 0.0
     counted = []

@@ -34,6 +34,8 @@ class Closing:
     """In force then; an amendment is for rounds that close later."""
     counted: tuple[Counted, ...] = ()
     """What of each of `taken` counts."""
+    portion: float = 1.0
+    """Of those who train, how much of their work is in it (`portion.py`)."""
 
 
 @dataclass(slots=True)
@@ -139,7 +141,7 @@ def merge_inputs(closing: Closing) -> tuple[MergeInput, ...]:
 
 
 def participants(closing: Closing) -> tuple[Participant, ...]:
-    """As the commit lists them, weights normalised."""
+    """As the commit lists them: weights sum to the merge's portion."""
     total = sum(counted.weight for counted in closing.counted)
     return tuple(
         Participant(
@@ -152,7 +154,7 @@ def participants(closing: Closing) -> tuple[Participant, ...]:
             tokens=counted.tokens,
             tokens_unmerged=counted.tokens_unmerged,
             contribution=item.contribution.blob,
-            weight=counted.weight / total,
+            weight=counted.weight / total * closing.portion,
             norm=counted.norm,
         )
         for item, counted in zip(closing.taken, closing.counted, strict=True)

@@ -250,7 +250,7 @@ class OuterState:
         room_N = torch.empty_like(held.theta_N)
         norms = [self._add(merging, order, each, read, sync.late_form, room_N) for each in order.inputs]
         longest = max(zip(norms, order.inputs, strict=True), key=lambda pair: pair[0])[1].peer if norms else None
-        merged = merging.result()
+        merged = merging.result(portion=order.portion)
         update_N = outer_update(
             merged.gradient, momentum_N, held.residual_N, eta=order.eta, mu=order.mu, out=merged.gradient
         )

@@ -227,7 +227,9 @@ class CommitChecker(Watch):
         fragment, listed = entry.fragment, entry.participants
         peers = [each.peer for each in listed]
         assert peers == sorted(set(peers)), "participants are not sorted or not distinct"
-        assert abs(sum(each.weight for each in listed) - 1) < 1e-9, "weights do not sum to 1"
+        portion = sum(each.weight for each in listed)
+        assert 0 < portion < 1 + 1e-9, f"weights sum to {portion}"
+        assert entry.left_out or abs(portion - 1) < 1e-9, f"weights sum to {portion}, and nobody was left out"
         for each in listed:
             assert self._bases[fragment, each.base_version] == each.base, "base and version disagree"
             assert entry.version - 1 - each.base_version <= self._sync.staleness_max, "too old"

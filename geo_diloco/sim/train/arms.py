@@ -40,6 +40,7 @@ _SYNC_KEYS = (
     "merge",
     "merge_embeddings",
     "token_weights",
+    "weigh_absent",
     "rounds_in_flight_max",
 )
 _LEGS = {

@@ -35,6 +35,25 @@ def merged(
     return merge.result()
 
 
+@pytest.mark.parametrize("rule", ["rda", "mean"])
+def test_a_portion_of_a_merge_is_that_much_of_it(rule: MergeRule) -> None:
+    def merge_of(portion: float) -> Tensor:
+        merge = StreamingMerge(flat_layout(2, 2, embeddings=(1,)), 0, rule)
+        merge.add(torch.tensor([1.0, 0.0, 3.0, 1.0]), 2.0)
+        merge.add(torch.tensor([0.5, 2.0, -1.0, 1.0]), 3.0)
+        return merge.result(portion=portion).gradient
+
+    assert torch.equal(merge_of(0.25), 0.25 * merge_of(1.0))
+
+
+@pytest.mark.parametrize("portion", [0.0, -0.5, 1.001, math.nan, math.inf])
+def test_a_portion_that_is_none_is_refused(portion: float) -> None:
+    merge = StreamingMerge(flat_layout(1), 0, "rda")
+    merge.add(torch.ones(1), 1.0)
+    with pytest.raises(LocalProtocolError, match="above 0 and at most 1"):
+        merge.result(portion=portion)
+
+
 def reference_rda(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
     """Straight from the formula, in float64."""
     total = sum(weights)

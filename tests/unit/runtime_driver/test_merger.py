@@ -133,6 +133,18 @@ def test_a_merge_tried_again_gives_the_same_bits() -> None:
     assert outer.merge(some_blobs().order(), some_blobs().read, MANIFEST) == one
 
 
+def test_a_merge_with_a_portion_of_the_work_is_that_portion_of_a_step() -> None:
+    exact, blobs = CodecSpec(name="none"), some_blobs()
+    moved = []
+    for portion in (1.0, 0.25):
+        outer = state()
+        before = outer.theta(P0)
+        outer.merge(dataclasses.replace(blobs.order(codec=exact), portion=portion), blobs.read, MANIFEST)
+        outer.commit(P0, Version(1))
+        moved.append(outer.theta(P0) - before)
+    assert torch.allclose(0.25 * moved[0], moved[1], atol=1e-6) and moved[1].norm() > 0.1
+
+
 def test_the_manifests_rules_of_merging_are_gone_by() -> None:
     """Of two tensors, the second an embedding: each rule makes something else of the same deltas."""
     layout = Layout(
