@@ -15,7 +15,7 @@ from geo_diloco.manifest import ElectionSpec, EvalSpec, PeerId, StopSpec, SyncSp
 from geo_diloco.protocol.messages import Commit
 from geo_diloco.sim.fakes import SignedEntry
 from geo_diloco.sim.goodput.fleet import BLOB_S, Fleet, Machine, Timing, by_rates
-from geo_diloco.sim.plans import HostPlan, Plan
+from geo_diloco.sim.plans import HostPlan, Plan, ShellTimes
 from geo_diloco.sim.process import Process
 from geo_diloco.sim.world import Watch, World
 
@@ -154,9 +154,18 @@ def plan_from_fleet(fleet: Fleet, machines: Sequence[Machine], *, quorum: int, s
         num_elements=(100,) * fleet.fragments,
         save_every_ms=0,
         is_watched=False,
-        times=fleet.shell,
+        times=_scaled(fleet.shell, scale),
         step_spread=(-round(100 * STEP_SPREAD), round(100 * STEP_SPREAD)),
     )
+
+
+def _scaled(times: ShellTimes, scale: float) -> ShellTimes:
+    """They count beside a step as the machines' own times do."""
+    disk, fold, check, merge = (
+        (round(least / scale), round(most / scale))
+        for least, most in (times.disk, times.fold, times.check, times.merge)
+    )
+    return ShellTimes(disk=disk, fold=fold, check=check, merge=merge)
 
 
 def _host(fleet: Fleet, machine: Machine, scale: float) -> HostPlan:
