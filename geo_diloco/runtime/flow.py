@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
@@ -50,8 +50,17 @@ class _OverError(Exception):
 class Flow:
     """One transfer's. For the event loop's thread."""
 
-    def __init__(self, missing: Missing, *, routes: Routes, streams_max: int = STREAMS_MAX) -> None:
-        """`streams_max`: of each way, where that is limited from here."""
+    def __init__(
+        self,
+        missing: Missing,
+        *,
+        routes: Routes,
+        streams_max: int = STREAMS_MAX,
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`streams_max`: of each way, where that is limited from here. `on_sent` is told when nothing is left to be
+        written."""
+        self._on_sent = on_sent
         self._missing = missing
         self._routes = routes
         self._streams_max = streams_max
@@ -80,6 +89,11 @@ class Flow:
             run.is_ending = True
             if seat.nudge is not None and not seat.nudge.done():
                 seat.nudge.set_result(None)
+        if run.moved >= run.size and not self._missing.num_bytes and self._is_all_written():
+            self._on_sent()
+
+    def _is_all_written(self) -> bool:
+        return all(run.moved >= run.size for seat in self._seats for run in seat.runs.values() if run.raced is None)
 
     def held_back(self, way: Way, span: Span) -> None:
         """What came waits for its turn on this machine: that is no silence."""
@@ -179,8 +193,6 @@ class Flow:
             return False
         seat.must_open = False
         self._is_known = True
-        took_s = time.monotonic() - now
-        seat.route.round_trip_s = min(seat.route.round_trip_s or took_s, took_s)
         if self.is_done:
             self._tell()
         return True

@@ -78,7 +78,7 @@ def test_what_is_put_can_be_got_again_by_another_process(tmp_path: Path, size: i
     assert again.has(ref)
     assert again.find(ref.digest) == ref
     assert b"".join(again.read_piece(ref, i) for i in range(pieces.num_pieces(size))) == data
-    assert again.status(ref) == BlobStatus(True, True, frozenset(range(pieces.num_pieces(size))), {})
+    assert again.status(ref) == BlobStatus(True, True, frozenset(range(pieces.num_pieces(size))), ())
 
 
 def test_the_same_digest_with_another_size_is_not_held(store: BlobStore) -> None:
