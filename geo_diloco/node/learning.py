@@ -33,7 +33,15 @@ from geo_diloco.protocol.effects import (
     TakeSample,
     Upload,
 )
-from geo_diloco.protocol.events import DeltaEncoded, SampleTaken, Saved, SnapshotKept, UploadDone, UploadFailed
+from geo_diloco.protocol.events import (
+    DeltaEncoded,
+    SampleTaken,
+    Saved,
+    SnapshotKept,
+    UploadDone,
+    UploadFailed,
+    UploadSent,
+)
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.donor import Donors
 from geo_diloco.runtime.driver import Driver, Interpreter, Worker
@@ -81,6 +89,8 @@ class Learning:
         self._saved = asyncio.Condition()
         self._newest_saved = 0
         self._not_saved: tuple[int, RunDirError | None] = (0, None)
+        self._untried: set[BlobRef] = set()
+        """Contributions that nobody can have any of yet."""
         self._forgotten: deque[tuple[int, BlobRef]] = deque()
 
     def interpreters(self) -> Mapping[type, Interpreter]:
@@ -183,27 +193,32 @@ class Learning:
                     f"after step {event.step}, so it can't be merged. Lower the learning rate; to begin again from the "
                     f"run's state, remove {p.checkpoints}"
                 ) from exc
+        self._untried.add(blob)
         p.driver.feed(DeltaEncoded(event.fragment, event.round, blob, norm))
 
     async def _upload(self, effect: Upload) -> None:
         """Until the collector has it or refuses it. A refusal that a broken connection explains is no refusal: the
         syncer may not have heard the announcement."""
-        p = self._p
+        p, blob = self._p, effect.blob
         backoff = Backoff()
         while True:
             connection = p.connection()
+            is_new = blob in self._untried
+            self._untried.discard(blob)
             try:
-                rate = await p.donor.upload(effect.blob, effect.collect_at)
+                rate = await p.donor.upload(
+                    blob, effect.collect_at, is_new=is_new, on_sent=lambda: p.driver.feed(UploadSent(blob))
+                )
             except TransferRefused as exc:
-                if connection == p.connection() != 0 or not p.store.has(effect.blob):
-                    p.driver.feed(UploadFailed(effect.blob, str(exc)))
+                if connection == p.connection() != 0 or not p.store.has(blob):
+                    p.driver.feed(UploadFailed(blob, str(exc)))
                     return
             except TransferError as exc:
                 is_known = p.connection() == 0  # that the syncer is lost was said, and is why
                 text = f"a contribution could not be handed in, trying again: {exc}"
                 p.log.note("upload", text, level="debug" if is_known else "warning")
             else:
-                p.driver.feed(UploadDone(effect.blob, rate))
+                p.driver.feed(UploadDone(blob, rate))
                 return
             await backoff.wait()
 
@@ -238,6 +253,7 @@ class Learning:
             raise self._not_saved[1]
 
     def _forget(self, effect: ForgetBlob) -> None:
+        self._untried.discard(effect.blob)
         self._forgotten.append((self._num_saved, effect.blob))
 
 

@@ -241,7 +241,8 @@ class TakeSample:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Push a blob to the collector; answered by UploadDone or UploadFailed. One at a time."""
+    """Push a blob to the collector; answered by UploadDone or UploadFailed. One at a time, but for those that
+    were answered by UploadSent."""
 
     blob: BlobRef
     collect_at: str

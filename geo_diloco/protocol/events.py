@@ -359,11 +359,20 @@ class DeltaEncoded:
 
 
 @dataclass(frozen=True, slots=True)
+class UploadSent:
+    """All of its bytes are on their way, and the syncer's word on them is waited for: the link is free for the next.
+    May come more than once for one upload, if what was sent has to be sent again, or never."""
+
+    blob: BlobRef
+
+
+@dataclass(frozen=True, slots=True)
 class UploadDone:
     """The syncer has confirmed every piece."""
 
     blob: BlobRef
     bytes_per_s: int
+    """What the link does for uploads that follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +435,7 @@ Event = (
     | StepDone
     | SampleTaken
     | DeltaEncoded
+    | UploadSent
     | UploadDone
     | UploadFailed
     | Adopted

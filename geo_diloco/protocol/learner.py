@@ -35,6 +35,7 @@ from geo_diloco.protocol.events import (
     StepDone,
     UploadDone,
     UploadFailed,
+    UploadSent,
 )
 from geo_diloco.protocol.fold import Step
 from geo_diloco.protocol.ledger import Ledger
@@ -225,6 +226,7 @@ class Learner:
         if self.step < self._again_at.get(fragment, 0) or not self._has_room(fragment):
             return []
         self._sampling[fragment] = asked
+        self._uplink.ordered(fragment)
         return [TakeSample(fragment, asked.round)]
 
     def _has_room(self, fragment: FragmentId) -> bool:
@@ -271,14 +273,14 @@ class Learner:
         draft = self._encoding.get(fragment)
         return None if draft is None else draft.codec
 
-    def delta_encoded(self, event: DeltaEncoded) -> list[Effect]:
+    def delta_encoded(self, event: DeltaEncoded, now: MonoMs) -> list[Effect]:
         draft = self._encoding.pop(event.fragment, None)
         undecided = self.accounts[event.fragment].undecided
         if draft is None or undecided is None:
             return [ForgetBlob(event.blob), *self._sample_if_ready(event.fragment)]
         contribution = replace(draft.contribution, blob=event.blob)
         undecided.contribution = contribution
-        self._uplink.encoded(draft.codec, contribution)
+        self._uplink.encoded(draft.codec, contribution, now)
         if self._syncer is None:
             return []
         self._uploads.add(contribution)
@@ -292,6 +294,12 @@ class Learner:
             return []
         self._uplink.began()
         return [Upload(chosen.blob, self._collect_at.get(chosen.id.fragment, ""))]
+
+    def upload_sent(self, event: UploadSent) -> list[Effect]:
+        """The next one begins while the syncer's word on this one is awaited: a round trip is a good part of what a
+        fragment takes."""
+        self._uploads.sent(event.blob)
+        return self._next_upload()
 
     def upload_done(self, event: UploadDone) -> list[Effect]:
         for account in self.accounts:

@@ -53,6 +53,7 @@ from geo_diloco.protocol.events import (
     UpdateLost,
     UploadDone,
     UploadFailed,
+    UploadSent,
     VotePersisted,
 )
 from geo_diloco.protocol.fold import Step
@@ -401,7 +402,9 @@ def _learner_event(learner: Learner, event: Event, now: MonoMs) -> list[Effect]:
         case SampleTaken():
             return learner.sample_taken(event)
         case DeltaEncoded():
-            return learner.delta_encoded(event)
+            return learner.delta_encoded(event, now)
+        case UploadSent():
+            return learner.upload_sent(event)
         case UploadDone():
             return learner.upload_done(event)
         case UploadFailed():

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from geo_diloco.manifest import CodecName, CodecSpec, MonoMs, RunRules
+from geo_diloco.manifest import CodecName, CodecSpec, FragmentId, MonoMs, RunRules
 from geo_diloco.protocol.events import UploadDone
 from geo_diloco.protocol.ledger import Ledger
 from geo_diloco.protocol.membership import moving_average
@@ -27,7 +27,8 @@ STREAK = 4
 """So many samples in a row there must be room."""
 
 STEPS_AHEAD = 2
-"""What is asked for after one boundary is sampled at the next: with less the link would stand idle."""
+"""What is asked for after one boundary is sampled at the next: with less the link would stand idle. More, where it
+takes longer until a sample is encoded."""
 
 _LOSS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
 """Least lossy first; of one name smaller blocks are."""
@@ -160,6 +161,11 @@ class Uplink:
         """Of the last inner-step boundary."""
         self._began_at = MonoMs(0)
         """When the upload that is under way, or was last, began."""
+        self._ordered_at: dict[FragmentId, MonoMs] = {}
+        """When a sample was ordered that is not encoded yet."""
+        self._ahead_ms = 0
+        """From such an order until there is something to upload, moving average; a machine that sleeps in between
+        makes it long for a while."""
         self.bytes_per_s = 0
         """Moving average; 0 while nothing is measured."""
 
@@ -169,7 +175,13 @@ class Uplink:
         if step_time_us > 0:
             self._step_time_us = moving_average(self._step_time_us, step_time_us)
 
-    def encoded(self, codec: CodecSpec, contribution: Contribution) -> None:
+    def ordered(self, fragment: FragmentId) -> None:
+        """A sample."""
+        self._ordered_at[fragment] = self._now
+
+    def encoded(self, codec: CodecSpec, contribution: Contribution, now: MonoMs) -> None:
+        ordered_at = self._ordered_at.pop(contribution.id.fragment, now)
+        self._ahead_ms = moving_average(self._ahead_ms or None, max(1, now - ordered_at))
         elements = self._ledger.num_elements[contribution.id.fragment]
         millibits = -(-8000 * contribution.blob.size // max(1, elements))
         self._millibits[codec] = moving_average(self._millibits.get(codec), millibits)
@@ -190,9 +202,9 @@ class Uplink:
 
     def has_room(self, uploads: Uploads, *, being_encoded: int) -> bool:
         """Whether a fragment may be sampled at the next boundary. Where uploads keep up with the schedule, always.
-        Where they don't, when all that came before is through but for two steps: whoever samples earlier hands in
-        older work, and no more of it, because uploads go one after another. Until a rate is measured there is room for
-        one."""
+        Where they don't, when all that came before is sent by the time that the sample is encoded: whoever samples
+        earlier hands in older work, and no more of it, because uploads go one after another. Until a rate is measured
+        there is room for one."""
         if uploads.is_idle and not being_encoded:
             return True
         link = self._link()
@@ -203,7 +215,7 @@ class Uplink:
             return True
         left_ms = 1000 * uploads.queued_bytes // link.bytes_per_s + being_encoded * upload_ms
         left_ms += self._left_ms(uploads.under_way, link)
-        return left_ms <= STEPS_AHEAD * self._step_time_us // 1000
+        return left_ms <= max(STEPS_AHEAD * self._step_time_us // 1000, min(self._ahead_ms, upload_ms))
 
     def _left_ms(self, under_way: BlobRef | None, link: Link) -> int:
         if under_way is None:

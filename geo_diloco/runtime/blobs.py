@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
@@ -22,6 +23,7 @@ from geo_diloco.runtime.disk import StoreFullError
 from geo_diloco.runtime.door import address_of
 from geo_diloco.runtime.pieces import (
     COMPLETE_HEADER,
+    INDEX_BROUGHT_HEADER,
     PIECE_BYTES,
     PIECE_DIGEST_BYTES,
     SIZE_HEADER,
@@ -182,6 +184,8 @@ class BlobDoor:
             raise Refusal(416, "bad-range", f"Content-Range wanted within {size} bytes")
         at, length = int(match[1]), int(match[2]) - int(match[1]) + 1
         check_length(request, length)
+        if (index := request.headers.get(INDEX_BROUGHT_HEADER)) is not None:
+            await self._take_index(ref, index)
         whom, board = address_of(request.transport), self._lanes.board
         line = board.served(f"blob {ref.digest[:12]}", "down", ref.size, whom)
         line.resumed += at > 0
@@ -191,6 +195,15 @@ class BlobDoor:
                 await self._keep(ref, span.begin + at, chunk)
                 at += len(chunk)
         return self._taken(ref)
+
+    async def _take_index(self, ref: BlobRef, text: str) -> None:
+        """Which came along with bytes, to save a round trip."""
+        try:
+            index = b64decode(text, validate=True)
+        except ValueError as exc:
+            raise Refusal(400, "bad-index", "piece digests wanted in base64") from exc
+        with _not_taken():
+            await asyncio.to_thread(self._store.set_index, ref, index)
 
     async def _keep(self, ref: BlobRef, at: int, chunk: bytes) -> None:
         """Bytes from `at` within the blob on, into the pieces they belong to."""

@@ -21,7 +21,7 @@ from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.session import TransferRefused, fetch_entries, fetch_snapshot
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.transfer import NobodyLeftError, Source, fetch_blob, upload_blob
+from geo_diloco.runtime.transfer import NobodyLeftError, Source, There, fetch_blob, upload_blob
 from geo_diloco.runtime.wire import Signed, url_from_address
 
 KNOWN_MAX = 1024
@@ -46,7 +46,7 @@ class Donors:
         self._is_known = asyncio.Event()
         self._serving_url = ""
         self._serving = asyncio.Event()
-        self._uploading: asyncio.Future[int] | None = None
+        self._uploading: set[asyncio.Future[int]] = set()
         self._said: dict[PeerId, str] = {}
         self.roster_addresses: Callable[[], Sequence[tuple[PeerId, str]]] = lambda: ()
         """The chain's word: whoever serves, then the electors that could."""
@@ -66,8 +66,8 @@ class Donors:
         self._serving.set()
         if base_url != self._serving_url:
             self._serving_url = base_url
-            if self._uploading is not None:
-                self._uploading.cancel()
+            for uploading in self._uploading:
+                uploading.cancel()
 
     def lost(self) -> None:
         """Nobody is known to serve. An upload that is under way goes on: it may be the link alone that broke."""
@@ -175,23 +175,35 @@ class Donors:
 
     # ---- giving
 
-    async def upload(self, blob: BlobRef, collect_at: str) -> int:
-        """Push a blob to the collector, by default the syncer; bytes per second. One at a time.
+    async def upload(
+        self,
+        blob: BlobRef,
+        collect_at: str,
+        *,
+        is_new: bool = False,
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Push a blob to the collector, by default the syncer; bytes per second. `is_new`: nobody can have any of it.
+        `on_sent`: as of `upload_blob`.
 
         Raises TransferError also when another syncer is found meanwhile.
         """
         await self._serving.wait()
         url = url_from_address(collect_at) if collect_at else self._serving_url
-        uploading = self._uploading = asyncio.ensure_future(self.push(blob, url))
+        there: There = "none" if is_new else "likely"
+        push = upload_blob(self._bulk, url, blob, self._store, there=there, on_sent=on_sent)
+        uploading = asyncio.ensure_future(push)
+        self._uploading.add(uploading)
         try:
             await asyncio.wait({uploading})
         finally:
             uploading.cancel()
-            self._uploading = None
+            self._uploading.discard(uploading)
         if uploading.cancelled():
             raise TransferError("another syncer serves now")
         return uploading.result()
 
     async def push(self, blob: BlobRef, url: str, *, ask_first: bool = False) -> int:
         """`ask_first`: it may well be there already."""
-        return await upload_blob(self._bulk, url, blob, self._store, ask_first=ask_first)
+        there: There = "likely" if ask_first else "maybe"
+        return await upload_blob(self._bulk, url, blob, self._store, there=there)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
 from geo_diloco.runtime.routes import Routes
-from geo_diloco.runtime.runs import LATE_S, NotYetError, Run, Seat, Way, latest
+from geo_diloco.runtime.runs import NotYetError, Run, Seat, Way
 from geo_diloco.runtime.session import StallError, TransferRefused
 from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.streams import STREAMS_MAX, Climb, window_s
@@ -50,8 +50,17 @@ class _OverError(Exception):
 class Flow:
     """One transfer's. For the event loop's thread."""
 
-    def __init__(self, missing: Missing, *, routes: Routes, streams_max: int = STREAMS_MAX) -> None:
-        """`streams_max`: of each way, where that is limited from here."""
+    def __init__(
+        self,
+        missing: Missing,
+        *,
+        routes: Routes,
+        streams_max: int = STREAMS_MAX,
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`streams_max`: of each way, where that is limited from here. `on_sent` is told when nothing is left to be
+        written."""
+        self._on_sent = on_sent
         self._missing = missing
         self._routes = routes
         self._streams_max = streams_max
@@ -80,6 +89,11 @@ class Flow:
             run.is_ending = True
             if seat.nudge is not None and not seat.nudge.done():
                 seat.nudge.set_result(None)
+        if run.moved >= run.size and not self._missing.num_bytes and self._is_all_written():
+            self._on_sent()
+
+    def _is_all_written(self) -> bool:
+        return all(run.moved >= run.size for seat in self._seats for run in seat.runs.values())
 
     def held_back(self, way: Way, span: Span) -> None:
         """What came waits for its turn on this machine: that is no silence."""
@@ -179,8 +193,6 @@ class Flow:
             return False
         seat.must_open = False
         self._is_known = True
-        took_s = time.monotonic() - now
-        seat.route.round_trip_s = min(seat.route.round_trip_s or took_s, took_s)
         if self.is_done:
             self._tell()
         return True
@@ -245,7 +257,6 @@ class Flow:
             if len(seat.runs) >= ENDING_MAX * streams:
                 break
             span = self._missing.take(streams, seat.having, bytes_per_s=rate, at_least=in_flight)
-            span = span or self._race(seat, rate)
             if span is None:
                 break
             task = asyncio.create_task(seat.way.move(span), name=f"bytes {span.begin} to {span.end}")
@@ -264,7 +275,7 @@ class Flow:
             end = now + window_s(seat.route.round_trip_s)
         limit_s = max(0.0, (end if until is None else until) - now)
         if not self._missing.num_bytes:
-            limit_s = min(limit_s, LATE_S / 2)
+            limit_s = min(limit_s, TAKEN_OVER_S / 2)
         if not seat.runs:
             return await self._wait(limit_s)
         nudge = seat.nudge = asyncio.get_running_loop().create_future()
@@ -285,10 +296,8 @@ class Flow:
         failure = None if task.cancelled() else task.exception()
         if failure is None and not task.cancelled():
             self._missing.finished(run.span)
-            self._end_races()
-            return
-        if run.raced is not None and self._missing.has_moved(run.raced):
-            self._missing.finished(run.span)  # whether all of it is there is asked in the end
+            if self.is_done:
+                self._tell()
             return
         await self._give_back(seat, run)
         if run.is_silent:
@@ -341,11 +350,7 @@ class Flow:
         slowest: tuple[float, asyncio.Task[None], Run] | None = None
         for other in self._seats:
             for task, run in other.runs.items():
-                if (
-                    run.is_taken_over
-                    or run.raced is not None
-                    or not (seat.having is None or set(run.span.pieces()) <= set(seat.having))
-                ):
+                if run.is_taken_over or not (seat.having is None or set(run.span.pieces()) <= set(seat.having)):
                     continue
                 if other is not seat and now - run.heard_at > SILENT_S + 4 * other.route.round_trip_s:
                     run.is_taken_over = run.is_silent = True
@@ -360,22 +365,6 @@ class Flow:
         if slowest is not None:
             slowest[2].is_taken_over = True
             slowest[1].cancel()
-
-    def _race(self, seat: Seat, own_rate: float) -> Span | None:
-        """What is left of the run that all wait for, once more, when there is nothing else to do."""
-        if self._missing.num_bytes or seat.having is not None:
-            return None
-        run = latest(seat, own_rate, time.monotonic())
-        return None if run is None or run.raced is None else self._missing.race(run.raced)
-
-    def _end_races(self) -> None:
-        """What is all there by now is not waited for any longer."""
-        for seat in self._seats:
-            for task, run in seat.runs.items():
-                if run.raced is not None and self._missing.has_moved(run.raced):
-                    task.cancel()
-        if self.is_done:
-            self._tell()
 
     def _tell(self) -> None:
         self._pulse.set()

@@ -121,6 +121,10 @@ SIZE_HEADER = "X-Blob-Size"
 INDEX_HEADER = "X-Blob-Index"
 HELD_HEADER = "X-Blob-Held"
 UNVERIFIED_HEADER = "X-Blob-Unverified"
+INDEX_BROUGHT_HEADER = "X-Blob-Piece-Digests"
+"""With bytes that are sent: the index, in base64, for a receiver that may not have it."""
+INDEX_BROUGHT_PIECES_MAX = 32
+"""A longer index is sent by itself: a header has its limits, and beside so much a round trip is nothing."""
 COMPLETE_HEADER = "X-Blob-Complete"
 """In the answer to bytes that came: all of the blob is there now."""
 _HEADER_CHARACTERS_MAX = 4000

@@ -34,6 +34,7 @@ class Route:
     """0 while nothing is known."""
     streams: int = STREAMS_FIRST
     round_trip_s: float = 0.0
+    """The shortest wait for an answer; 0 while nothing is known."""
     failures: int = 0
     """Transfers in a row that this address failed."""
     rests_until: float = 0.0
@@ -41,10 +42,16 @@ class Route:
     """Times in a row that it did not get what it hadn't got yet while we waited."""
     transfers: int = 0
     """Under way now."""
+    upload_over_at: float = 0.0
+    """When the last upload there had its answer."""
 
     @property
     def is_worth_waiting_for(self) -> bool:
         return self.waited_in_vain < IN_VAIN_MAX
+
+    def answered(self, took_s: float) -> None:
+        """A small question, or the last word on bytes that were all written so long ago."""
+        self.round_trip_s = min(self.round_trip_s or took_s, took_s)
 
     def streams_max(self) -> int:
         """Of one more transfer: those to one address share what is of use there."""

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ class Body(aiohttp.payload.Payload):
         self._chunks = chunks
         self._size = size
         self._deadline = deadline
+        self.written_at = 0.0
+        """When the kernel had taken all of it, by the monotonic clock."""
         self.failure: TransferError | None = None
         """Why it could not be sent, where that lay with us."""
 
@@ -150,6 +153,7 @@ class Body(aiohttp.payload.Payload):
             async for chunk in self._chunks:
                 await writer.write(chunk)
                 await writer.drain()
+            self.written_at = time.monotonic()
         except TransferError as exc:
             self.failure = exc
             raise

@@ -132,14 +132,6 @@ class Missing:
                 self._free = joined([*self._free, piece])
                 self._moved = without(self._moved, [piece])
 
-    def race(self, span: Span) -> Span:
-        """Those bytes are under way, and now once more."""
-        self._taken.append(span)
-        return span
-
-    def has_moved(self, span: Span) -> bool:
-        return not without([(span.begin, span.end)], self._moved)
-
     def finished(self, span: Span) -> None:
         """It went through."""
         self._taken.remove(span)

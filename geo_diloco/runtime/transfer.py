@@ -9,11 +9,13 @@ goes on where it stopped, or `TransferRefused`, this will never work.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
+from typing import Literal
 
 from geo_diloco.errors import BlobError, TransferError
 from geo_diloco.protocol.messages import BlobRef
@@ -24,6 +26,8 @@ from geo_diloco.runtime.flow import Flow
 from geo_diloco.runtime.pieces import (
     COMPLETE_HEADER,
     HELD_HEADER,
+    INDEX_BROUGHT_HEADER,
+    INDEX_BROUGHT_PIECES_MAX,
     PIECE_BYTES,
     PIECE_DIGEST_BYTES,
     BlobStatus,
@@ -34,6 +38,7 @@ from geo_diloco.runtime.pieces import (
     status_from_headers,
 )
 from geo_diloco.runtime.ranges import num_bytes
+from geo_diloco.runtime.routes import Route
 from geo_diloco.runtime.runs import NotYetError, Way
 from geo_diloco.runtime.session import (
     STALL_S,
@@ -54,6 +59,7 @@ ANNOUNCE_WAIT_S = 10.0
 ROUNDS_MAX = 5
 """So often is gone on if all of a blob was moved and it is not there: a piece was wrong, or gave way to others."""
 _CHUNK_BYTES = 64 << 10
+There = Literal["none", "maybe", "likely"]
 
 
 class NobodyLeftError(TransferError):
@@ -87,22 +93,25 @@ async def upload_blob(
     store: BlobStore,
     *,
     stall_s: float = STALL_S,
-    ask_first: bool = False,
+    there: There = "maybe",
     what: str = "",
+    on_sent: Callable[[], None] = lambda: None,
 ) -> int:
-    """Push a held blob to a peer that has heard its announcement; returns once every piece is confirmed. `ask_first`:
-    ask what is missing even where one request would do, because the peer may well have it.
+    """Push a held blob to a peer that has heard its announcement; returns once every piece is confirmed. `there`:
+    whether the peer has some of it. What is likely there is asked for first, even where one request would do. `on_sent`
+    is called when all that was missing is on its way, so that the next upload may begin, and again if some of it has to
+    be sent again.
 
     Returns the rate in bytes per second. Raises TransferRefused or TransferError.
     """
-    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, [(0, ref.size)]))
-    way = _Upload(move, base_url, ask_first=ask_first)
+    move = _Move(bulk, ref, store, stall_s, Missing(ref.size, [(0, ref.size)]), on_sent=on_sent)
+    way = _Upload(move, base_url, there)
     for _ in range(ROUNDS_MAX):
         failures = await move.run([(way, 0.0)], "up", what)
         for failure in failures.values():
             raise _final(failure)
         if way.is_complete:
-            return move.bytes_per_s()
+            return move.upload_bytes_per_s(bulk.routes.to(base_url))
     raise TransferError(f"{move.url(base_url)} was sent all of it {ROUNDS_MAX} times and is not complete")
 
 
@@ -163,14 +172,16 @@ class _Move:
     held: int = 0
     """Bytes that were there before."""
     num_moved: int = 0
-    began_at: float = field(default_factory=time.monotonic)
+    began_at: float = field(default_factory=monotonic)
+    on_sent: Callable[[], None] = lambda: None
+    sent_at: float = 0.0
 
     async def run(self, ways: Sequence[tuple[Way, float]], direction: Direction, what: str) -> dict[str, TransferError]:
         board = self.bulk.lanes.board
         self.line: Line = board.begin(what or f"blob {self.ref.digest[:12]}", direction, self.ref.size, done=self.held)
         lanes = self.bulk.lanes
         streams_max = lanes.fetching_streams_max if direction == "down" else STREAMS_MAX
-        self.flow = Flow(self.missing, routes=self.bulk.routes, streams_max=streams_max)
+        self.flow = Flow(self.missing, routes=self.bulk.routes, streams_max=streams_max, on_sent=self._sent)
         try:
             return await self.flow.run(ways)
         finally:
@@ -184,8 +195,30 @@ class _Move:
             self.bulk.lanes.board.moved(self.line, size, way.url)
             self.line.resumed = max(self.line.resumed, self.flow.resumed)
 
+    def _sent(self) -> None:
+        self.sent_at = monotonic()
+        self.on_sent()
+
     def bytes_per_s(self) -> int:
-        return int(self.num_moved / max(time.monotonic() - self.began_at, 1e-6))
+        return int(self.num_moved / max(monotonic() - self.began_at, 1e-6))
+
+    def upload_bytes_per_s(self, route: Route) -> int:
+        """What the link does for uploads that follow each other: one that began before the last had its answer is
+        timed from that answer on, but for no less than it took to send; for another a round trip of waiting is none of
+        the link's work."""
+        now = monotonic()
+        idle_s = 0.0 if route.upload_over_at > self.began_at else route.round_trip_s
+        took_s = now - max(self.began_at, route.upload_over_at) - idle_s
+        took_s = max(took_s, self.sent_at - self.began_at, 1e-6)
+        route.upload_over_at = now
+        return int(self.num_moved / took_s)
+
+    @asynccontextmanager
+    async def timed(self, base_url: str) -> AsyncIterator[None]:
+        """A small question is asked, and answered by the end of this."""
+        begin = monotonic()
+        yield
+        self.bulk.routes.to(base_url).answered(monotonic() - begin)
 
     def url(self, base_url: str) -> str:
         return f"{base_url}/v1/blobs/{self.ref.digest}"
@@ -218,22 +251,26 @@ class _Upload:
 
     is_towards_us = False
 
-    def __init__(self, move: _Move, base_url: str, *, ask_first: bool) -> None:
+    def __init__(self, move: _Move, base_url: str, there: There) -> None:
         self.url = base_url
         self.confirmed = 0
         self.is_complete = False
         """By the other side's word."""
         self.patience_s = ANNOUNCE_WAIT_S
         self._m = move
-        self._asks_first = ask_first
-        self._is_first = not ask_first
+        self._asks_first = there == "likely"
+        self._unasked_max = {"none": INDEX_BROUGHT_PIECES_MAX, "maybe": 1, "likely": 0}[there]
+        """Pieces of a blob that is begun without a question."""
+        self._brought = ""
+        """The index, as it goes along with bytes until an answer shows that it is there."""
 
     async def open(self) -> None:
-        """One round trip, or none where one request does for all of it: whoever takes an index says in the same breath
-        what it holds."""
+        """One round trip: whoever takes an index says in the same breath what it holds. None where the first bytes
+        bring the index along."""
         m, total = self._m, num_pieces(self._m.ref.size)
-        if total == 1 and self._is_first:
-            self._is_first = False
+        unasked_max, self._unasked_max, self._brought = self._unasked_max, 0, ""
+        if 1 <= total <= unasked_max:
+            self._brought = b64encode(await self._index()).decode() if total > 1 else ""
             return
         moved_before = m.missing.moved_so_far
         status = await self._head() if total == 1 or self._asks_first else await self._put_index()
@@ -249,7 +286,10 @@ class _Upload:
         m = self._m
         first, last, size = m.within(span)
         headers = {"Content-Range": f"bytes {first}-{last}/{size}"}
+        if self._brought:
+            headers[INDEX_BROUGHT_HEADER] = self._brought
         answer = await self._put(m.url_of(self.url, span), span.num_bytes, headers, span)
+        self._brought = ""
         self.is_complete = self.is_complete or answer.get(COMPLETE_HEADER) == "1"
         self.confirmed += span.num_bytes
 
@@ -259,14 +299,21 @@ class _Upload:
 
     async def _head(self) -> BlobStatus:
         m, url = self._m, self._m.url(self.url)
-        async with asking(url), Deadline(m.stall_s), m.bulk.session.head(url, allow_redirects=False) as response:
+        async with (
+            m.timed(self.url),
+            asking(url),
+            Deadline(m.stall_s),
+            m.bulk.session.head(url, allow_redirects=False) as response,
+        ):
             await _check(response)
             return status_from_headers(response.headers, m.ref)
 
-    async def _put_index(self) -> BlobStatus:
-        m = self._m
+    async def _index(self) -> bytes:
         with _own_blob():
-            index = await asyncio.to_thread(m.store.index, m.ref)
+            return await asyncio.to_thread(self._m.store.index, self._m.ref)
+
+    async def _put_index(self) -> BlobStatus:
+        m, index = self._m, await self._index()
         return status_from_headers(await self._put(f"{m.url(self.url)}/index", len(index), {}, index), m.ref)
 
     async def _put(self, url: str, size: int, headers: dict[str, str], sent: Span | bytes) -> Mapping[str, str]:
@@ -278,6 +325,8 @@ class _Upload:
         try:
             async with asking(url), deadline, put as response:
                 await _check(response)
+                if body.written_at:  # else it did not wait for all of it
+                    m.bulk.routes.to(self.url).answered(monotonic() - body.written_at)
                 return response.headers
         except TransferError as exc:
             if body.failure is None:
@@ -362,7 +411,12 @@ class _Fetch:
         if num_pieces(self._m.ref.size) == 1:
             return None
         m, url = self._m, self._m.url(self.url)
-        async with asking(url), Deadline(m.stall_s), m.bulk.session.head(url, allow_redirects=False) as response:
+        async with (
+            m.timed(self.url),
+            asking(url),
+            Deadline(m.stall_s),
+            m.bulk.session.head(url, allow_redirects=False) as response,
+        ):
             await _check(response)
             return self._having(response)
 
@@ -374,6 +428,7 @@ class _Fetch:
         m, url = self._m, self._m.url(self.url)
         wanted = num_pieces(m.ref.size) * PIECE_DIGEST_BYTES
         async with (
+            m.timed(self.url),
             asking(url),
             Deadline(m.stall_s) as deadline,
             m.bulk.session.get(url, allow_redirects=False) as response,

@@ -14,7 +14,16 @@ from geo_diloco.protocol.effects import (
     TakeSample,
     Upload,
 )
-from geo_diloco.protocol.events import DeltaEncoded, Event, SampleTaken, Saved, SnapshotKept, UploadDone, UploadFailed
+from geo_diloco.protocol.events import (
+    DeltaEncoded,
+    Event,
+    SampleTaken,
+    Saved,
+    SnapshotKept,
+    UploadDone,
+    UploadFailed,
+    UploadSent,
+)
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.sim.disk import Checkpoint
 from geo_diloco.sim.fakes import fake_digest
@@ -90,7 +99,14 @@ class LearnHands:
         usual_ms = (own_ms - own_ms // 20, own_ms + own_ms // 20) if own_ms else self._process.world.plan.transfer_ms
         ms = clock.between(usual_ms) if tries == 0 else min(1_000, 20 << tries)
         takes_ms = takes_ms or ms
+        clock.after(ms, lambda: self._upload_sent(blob))
         clock.after(ms, lambda: self._upload_ends(blob, tries, takes_ms))
+
+    def _upload_sent(self, blob: BlobRef) -> None:
+        """Said again at every try, late, or not at all."""
+        clock, delay_ms = self._process.clock, self._process.world.plan.delay_ms
+        if blob not in self._cancelled and clock.between((0, 9)):
+            self._process.handle_after(clock.between((0, 2 * delay_ms[1])), UploadSent(blob))
 
     def _upload_ends(self, blob: BlobRef, tries: int, takes_ms: int) -> None:
         process, world = self._process, self._process.world

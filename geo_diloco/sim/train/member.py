@@ -55,6 +55,7 @@ from geo_diloco.protocol.events import (
     StopRequested,
     UploadDone,
     UploadFailed,
+    UploadSent,
     VotePersisted,
 )
 from geo_diloco.protocol.messages import BlobRef, FragmentHead
@@ -417,4 +418,5 @@ class MemberProcess(Process):
             else:
                 self.handle_after(self.machine.delay_ms, UploadFailed(blob, "not announced"))
 
+        self.handle_after(ms, UploadSent(blob))
         self.clock.after(ms + self.machine.delay_ms, arrives)

@@ -22,6 +22,7 @@ from geo_diloco.protocol.events import (
     UpdateLost,
     UploadDone,
     UploadFailed,
+    UploadSent,
 )
 from geo_diloco.protocol.ledger import BASES_KEPT
 from geo_diloco.protocol.messages import (
@@ -152,6 +153,32 @@ def test_one_upload_at_a_time_and_the_newest_round_first() -> None:
     assert only(learning.sample(1, 3), Upload) == only(learning.sample(2, 4), Upload) == []
     (second,) = only(learning.give(UploadDone(first[0].blob, FAST)), Upload)
     assert second.blob == BlobRef(fake_digest("delta", 2, 2), 50)
+
+
+def test_the_next_upload_begins_when_the_last_is_sent_and_is_not_begun_twice() -> None:
+    learning = linked(ChainBuilder.opened((10, 10, 10)), bytes_per_s=FAST)
+    for fragment, round_ in ((0, 2), (1, 3), (2, 4)):
+        learning.hear(learning.asked(fragment, round_))
+    learning.train()
+    (first,) = only(learning.sample(0, 2), Upload)
+    learning.sample(1, 3)
+    (second,) = only(learning.give(UploadSent(first.blob)), Upload)
+    assert second.blob != first.blob
+    assert learning.give(UploadSent(first.blob)) == []
+    assert learning.core._learner is not None and learning.core._learner.handing_in()
+    assert only(learning.give(UploadDone(first.blob, FAST)), Upload) == []
+    assert only(learning.train(20), Upload) == [], "it is confirmed: nothing is handed in again"
+
+
+def test_what_failed_after_it_was_sent_is_handed_in_again() -> None:
+    learning = linked(ChainBuilder.opened((10, 10, 10)), bytes_per_s=FAST)
+    learning.hear(learning.asked(0, 2))
+    learning.train()
+    (upload,) = only(learning.sample(0, 2), Upload)
+    learning.give(UploadSent(upload.blob))
+    assert only(learning.train(20), Upload) == []
+    learning.give(UploadFailed(upload.blob, "not announced"))
+    assert only(learning.train(20), Upload) == [upload]
 
 
 def test_until_a_rate_is_measured_there_is_one_sample_on_its_way() -> None:

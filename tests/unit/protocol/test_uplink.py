@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geo_diloco.manifest import CodecSpec, Digest, MonoMs, RunRules, SyncSpec
+from geo_diloco.manifest import CodecSpec, Digest, FragmentId, MonoMs, RunRules, SyncSpec
 from geo_diloco.protocol.events import UploadDone
 from geo_diloco.protocol.messages import BlobRef, Contribution
 from geo_diloco.protocol.uplink import (
@@ -176,8 +176,8 @@ def uplink(*, rate: int = 0, step_ms: int = 100) -> Uplink:
     it.stepped(1000 * step_ms, MonoMs(0))
     it.done(UploadDone(BlobRef(Digest("b" * 64), 1), rate))
     it.take_codec(rules)
-    it.encoded(CodecSpec(name="none"), sized(100, 400))
-    it.encoded(CodecSpec(name="none"), sized(300, 1200))
+    it.encoded(CodecSpec(name="none"), sized(100, 400), MonoMs(0))
+    it.encoded(CodecSpec(name="none"), sized(300, 1200), MonoMs(0))
     return it
 
 
@@ -225,6 +225,21 @@ def test_where_they_do_not_there_is_when_all_is_through_but_for_two_steps() -> N
     assert not it.has_room(uploads, being_encoded=1)
     assert not it.has_room(busy(400), being_encoded=0), "half a second of the link"
     assert it.has_room(busy(160), being_encoded=0)
+
+
+def test_what_takes_longer_to_encode_than_two_steps_is_sampled_that_much_earlier() -> None:
+    """A moving average, as of rates: 1, 1 and then 1501 ms are 301 ms."""
+    it, uploads = uplink(rate=800), busy()
+    it.stepped(100_000, MonoMs(500))
+    it.ordered(FragmentId(0))
+    it.encoded(CodecSpec(name="none"), sized(100, 400), MonoMs(2_001))
+    it.began()
+    for now, has_room in ((1_198, False), (1_199, True)):
+        it.stepped(100_000, MonoMs(now))
+        assert it.has_room(uploads, being_encoded=0) is has_room, now
+    it.ordered(FragmentId(0))
+    it.encoded(CodecSpec(name="none"), sized(100, 400), MonoMs(10**8))
+    assert not it.has_room(busy(1200), being_encoded=0), "never for more than one upload"
 
 
 def test_a_fragment_rests_for_three_quarters_of_its_turn() -> None:

@@ -56,6 +56,51 @@ def test_one_at_a_time() -> None:
     assert uploads.next() is None and uploads.is_idle
 
 
+def test_the_next_begins_when_the_last_is_sent_and_sent_is_not_over() -> None:
+    uploads = queue(sampled(0, 1), sampled(1, 2), sampled(2, 3))
+    first = uploads.next()
+    assert first is not None
+    uploads.sent(first.blob)
+    second = uploads.next()
+    assert second == sampled(1, 2) and uploads.holds(first)
+    uploads.add(first)
+    uploads.sent(first.blob)
+    assert uploads.next() is None, "said twice: it is another that is under way now"
+    uploads.over(second.blob)
+    assert uploads.next() == sampled(0, 1)
+    uploads.over(sampled(0, 1).blob)
+    assert uploads.next() is None and not uploads.is_idle, "the first lacks the syncer's word, and was not queued again"
+    uploads.over(first.blob)
+    assert uploads.is_idle
+
+
+def test_that_one_was_sent_is_heard_too_late() -> None:
+    done, decided, last = sampled(0, 3), sampled(1, 2), sampled(2, 1)
+    uploads = queue(done, decided, last)
+    uploads.next()
+    uploads.over(done.blob)
+    uploads.sent(done.blob)
+    assert uploads.next() == decided
+    uploads.sent(decided.blob)
+    uploads.let_go(decided.blob)
+    uploads.sent(decided.blob)
+    assert in_order(uploads) == [last] and uploads.is_idle
+
+
+def test_what_is_sent_goes_up_for_another_syncer_when_it_is_over() -> None:
+    sent, running, waiting = sampled(0, 3), sampled(1, 2), sampled(2, 1)
+    uploads = queue(sent, running, waiting)
+    uploads.next()
+    uploads.sent(sent.blob)
+    uploads.next()
+    uploads.begin_again([sent, running, waiting])
+    uploads.over(running.blob)
+    assert uploads.next() == running, "the newest is still being sent to somebody"
+    uploads.over(running.blob)
+    uploads.over(sent.blob)
+    assert in_order(uploads) == [sent, waiting]
+
+
 @given(fragments=st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_whoever_waits_is_not_overtaken_for_ever(fragments: list[int]) -> None:
     """Each turn a newer sample of some fragment comes, if that fragment has none in the queue. Overtaken once per

@@ -379,6 +379,9 @@ def test_wrong_bytes_are_refused_and_the_piece_begins_again(tmp_path: Path) -> N
         assert (await ask(it, "PUT", small, SMALL))[0] == 200
         assert await error_of(it, "PUT", f"{big}/0", piece(0)) == (409, "index-missing")
         assert await error_of(it, "PUT", f"{big}/index", BIG_INDEX[::-1]) == (422, "wrong-bytes")
+        for brought, answer in (("!", (400, "bad-index")), ("AAAA", (422, "wrong-bytes"))):
+            assert await error_of(it, "PUT", f"{big}/0", piece(0), X_Blob_Piece_Digests=brought) == answer
+        assert await error_of(it, "PUT", f"{big}/0", piece(0)) == (409, "index-missing")
         assert (await ask(it, "PUT", f"{big}/index", BIG_INDEX))[0] == 200
         assert await error_of(it, "PUT", f"{big}/0", piece(1)) == (422, "wrong-bytes")
         assert it.port.arrived == [SMALL_REF]

@@ -125,7 +125,7 @@ def test_who_is_no_mirror_gives_nothing_but_takes_what_was_announced(tmp_path: P
             with pytest.raises(NobodyLeftError, match="the quota is used up") as caught:
                 await fetch_blob(it.bulk, [Source(it.url)], REF, mine)
             assert caught.value.is_final and not it.bulk.routes.is_resting(it.url)
-            await upload_blob(it.bulk, it.url, other, mine, ask_first=True)
+            await upload_blob(it.bulk, it.url, other, mine, there="likely")
             assert theirs.has(other) and it.server.counters.bulk_out == 0
 
     asyncio.run(run())

@@ -104,20 +104,6 @@ def test_a_piece_that_is_kept_whole_is_one_span_and_waits_until_all_of_it_is_the
     assert missing.take(1, {1}) == Span(PIECE_BYTES, 2 * PIECE_BYTES), "what came otherwise does not count"
 
 
-def test_a_rest_that_two_move_is_missing_only_when_both_gave_it_back() -> None:
-    missing = Missing(PIECE_BYTES, [(0, PIECE_BYTES)])
-    first = missing.take(1)
-    assert first is not None
-    rest = missing.race(Span(first.begin + 9, first.end))
-    missing.give_back(first)
-    assert missing.num_bytes == PIECE_BYTES - rest.num_bytes
-    missing.give_back(rest)
-    assert not missing.has_moved(rest)
-    again = missing.race(rest)
-    missing.finished(again)
-    assert missing.has_moved(rest)
-
-
 @given(st.integers(1, 40), st.integers(1, 8), st.data())
 def test_no_byte_is_with_two_and_none_is_lost(num_pieces: int, streams: int, data: st.DataObject) -> None:
     size = num_pieces * PIECE_BYTES - 17

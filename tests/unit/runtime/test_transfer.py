@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -11,8 +12,11 @@ from geo_diloco.errors import TransferError
 from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import flow, transfer
+from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.disk import StoreFullError
-from geo_diloco.runtime.session import Deadline, TransferRefused, asking
+from geo_diloco.runtime.routes import Route
+from geo_diloco.runtime.session import Deadline, Response, TransferRefused, asking
+from geo_diloco.runtime.spans import Missing
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStatus, BlobStore, blob_ref, piece_digests
 from geo_diloco.runtime.transfer import NobodyLeftError, Source, fetch_blob, upload_blob
 
@@ -138,6 +142,76 @@ def test_a_large_blob_is_begun_with_one_request_which_also_tells_what_is_there(
         assert it.store.get(BIG_REF) == BIG
 
     assert with_server(tmp_path, talk).server.counters.bulk_in == len(BIG) - PIECE_BYTES + len(BIG_INDEX)
+
+
+@pytest.mark.parametrize("data", [SMALL, BIG[: PIECE_BYTES + 1000]])
+def test_a_new_blob_of_few_pieces_is_sent_without_a_question_and_is_sent_before_it_is_confirmed(
+    tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    async def ask(way: object) -> BlobStatus:
+        raise AssertionError("on a link with a long way every question costs a part of a fragment")
+
+    monkeypatch.setattr(transfer._Upload, "_head", ask)
+    monkeypatch.setattr(transfer._Upload, "_put_index", ask)
+    ref = mine.put(data)
+
+    async def talk(it: Served) -> None:
+        it.port.announce(ref)
+        sent, may_be_heard, check = asyncio.Event(), asyncio.Event(), transfer._check
+        times: list[bool] = []
+
+        async def late(response: Response) -> None:
+            await may_be_heard.wait()
+            await check(response)
+
+        def on_sent() -> None:
+            times.append(may_be_heard.is_set())
+            sent.set()
+
+        monkeypatch.setattr(transfer, "_check", late)
+        uploading = asyncio.ensure_future(upload_blob(it.bulk, it.url, ref, mine, there="none", on_sent=on_sent))
+        async with asyncio.timeout(10):
+            await sent.wait()
+        assert not uploading.done()
+        may_be_heard.set()
+        await uploading
+        assert it.store.get(ref) == data and times == [False]
+
+    with_server(tmp_path, talk)
+
+
+def test_to_a_peer_that_knows_no_index_among_bytes_it_is_sent_by_itself(
+    tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine.put(BIG)
+    monkeypatch.setattr(transfer, "INDEX_BROUGHT_HEADER", "X-Unheard-Of")
+
+    async def talk(it: Served) -> None:
+        it.port.announce(BIG_REF)
+        await upload_blob(it.bulk, it.url, BIG_REF, mine, there="none")
+        assert it.store.get(BIG_REF) == BIG
+
+    with_server(tmp_path, talk)
+
+
+def test_uploads_that_follow_each_other_are_timed_by_what_the_link_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 bytes a second and a round trip of 1 s: the first is sent at 9 and answered at 11, the next began at 9."""
+    now = 0.0
+    monkeypatch.setattr(transfer, "monotonic", lambda: now)
+    route = Route(round_trip_s=1.0)
+
+    def over(began_at: float, sent_at: float, over_at: float, num_moved: int = 10_000) -> int:
+        nonlocal now
+        now = over_at
+        bulk, nothing = cast("Bulk", None), Missing(0, [])
+        move = transfer._Move(bulk, SMALL_REF, cast("BlobStore", None), 1.0, nothing, num_moved=num_moved)
+        move.began_at, move.sent_at = began_at, sent_at
+        return move.upload_bytes_per_s(route)
+
+    assert over(0.0, 9.0, 11.0) == 1000
+    assert over(9.0, 19.0, 21.0) == 1000
+    assert over(19.0, 29.0, 29.5) == 1000, "the answer before was late, the bytes were not"
+    assert over(100.0, 109.0, 111.0) == 1000, "after a pause"
 
 
 def test_of_what_is_complete_nothing_but_the_index_is_moved_again(tmp_path: Path, mine: BlobStore) -> None:
