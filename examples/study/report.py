@@ -10,7 +10,6 @@ interval is that of Student's t at 95 %. With one seed there is none.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -21,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from plan import PARTS, Cell, Part
 from run import RESULTS, key_of, read_results
 
+from geo_diloco.sim.train.pairing import Difference
+from geo_diloco.sim.train.pairing import difference as paired_difference
+
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- results: made by report.py -->", "<!-- end of results -->"
-STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
-"""Of two sides, by degrees of freedom."""
 Rows = dict[str, dict[str, Any]]
 
 
@@ -34,13 +34,10 @@ def losses(cell: Cell, part: Part, rows: Rows) -> dict[int, float | None]:
     return {seed: rows[key]["heldout"] for seed, key in keys.items() if key in rows}
 
 
-def interval(values: list[float]) -> str:
+def in_words(paired: Difference) -> str:
     """Mean and what it is uncertain by."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:+.2f} %"
-    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    return f"{mean:+.2f} ± {STUDENT_95[len(values) - 1] * spread / math.sqrt(len(values)):.2f} %"
+    margin = "" if paired.margin is None else f" ± {100 * paired.margin:.2f}"
+    return f"{100 * paired.mean:+.2f}{margin} %"
 
 
 def reference_of(cell: Cell, part: Part, arm: str) -> Cell | None:
@@ -57,12 +54,11 @@ def difference(cell: Cell, part: Part, arm: str, rows: Rows) -> str:
     if other is None:
         return ""
     mine, theirs = losses(cell, part, rows), losses(other, part, rows)
-    pairs = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
-    if not pairs:
+    seeds = [seed for seed in mine if seed in theirs]
+    if not seeds:
         return ""
-    if any(one is None or two is None for one, two in pairs):
-        return "not finite"
-    return interval([100 * (one - two) / two for one, two in pairs if one is not None and two is not None])
+    paired = paired_difference([mine[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    return "not finite" if paired is None else in_words(paired)
 
 
 def fleet_in_words(cell: Cell) -> str:
@@ -96,7 +92,7 @@ def table(part: Part, rows: Rows) -> list[str]:
 def _row(cell: Cell, part: Part, rows: Rows) -> str:
     there = [rows[key] for seed in part.seeds if (key := key_of(cell, seed)) in rows]
     found = " ".join("not finite" if row["heldout"] is None else f"{row['heldout']:.4f}" for row in there)
-    merged = sum(row["tokens_merged"] for row in there) / sum(row["tokens_trained"] for row in there)
+    merged = sum(row["tokens_merged"] for row in there) / max(1, sum(row["tokens_trained"] for row in there))
     participants = sum(row["participants_mean"] for row in there) / len(there)
     against = [difference(cell, part, arm, rows) for arm in part.against]
     rhos = [row["rho_mean"] for row in there if row.get("rho_mean") is not None]
@@ -136,8 +132,11 @@ def main() -> None:
         print(made, end="")
         return
     text = README.read_text("utf-8")
-    head, rest = text.split(BEGIN)
-    README.write_text(f"{head}{BEGIN}\n\n{made}\n{END}{rest.split(END)[1]}", "utf-8")
+    head, began, rest = text.partition(BEGIN)
+    _, ended, tail = rest.partition(END)
+    if not (began and ended):
+        sys.exit(f"{README}: without its two marks, {BEGIN} and {END}; put them where the tables belong")
+    README.write_text(f"{head}{BEGIN}\n\n{made}\n{END}{tail}", "utf-8")
 
 
 if __name__ == "__main__":

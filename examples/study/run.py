@@ -40,14 +40,18 @@ def key_of(cell: Cell, seed: int) -> str:
     return json.dumps([cell.arm, cell.tokens, asdict(cell.decisive), seed], sort_keys=True)
 
 
+NEEDED = ("key", "seed", "date", "cpu_s", "heldout", "tokens_trained", "tokens_merged", "participants_mean")
+"""What the tables are made of."""
+
+
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """Finished runs of all parts by key: what one has run another needs not."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 row = json.loads(line)
-                found[row["key"]] = row
+                found[row["key"]] = {name: row[name] for name in NEEDED} | row
             except (ValueError, KeyError, TypeError):
                 sys.exit(f"{path}, line {number}: no result; a run was cut off there: delete the line and run it again")
     return found
@@ -100,8 +104,12 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
 @contextmanager
 def _alone(part: str, folder: Path) -> Iterator[Any]:
     """The results to append to, ours alone for as long as we run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{part}.jsonl").open("a", encoding="utf-8") as lines:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / f"{part}.jsonl").open("a", encoding="utf-8")
+    except OSError as exc:
+        sys.exit(f"--results {folder}: {exc.strerror}; give a folder that can be written to")
+    with opened as lines:
         try:
             fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -166,6 +174,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     given = parser.parse_args()
+    if not 1 <= given.jobs <= 64:
+        parser.error(f"--jobs {given.jobs}: wanted a number from 1 to 64")
+    if not 0 < given.minutes < 1e6:
+        parser.error(f"--minutes {given.minutes:g}: wanted a number above 0")
     if given.list or given.part is None:
         list_parts(given.results)
     else:

@@ -33,8 +33,9 @@ from geo_diloco.manifest import CodecSpec, Digest
 from geo_diloco.numerics import codec, gate
 from geo_diloco.numerics.codec import CHUNK_ELEMENTS, Bytes, FrameHeader
 from geo_diloco.sim.train.arms import arms_from, base_manifest
-from geo_diloco.sim.train.comparing import run_arm, summarize
+from geo_diloco.sim.train.comparing import run_arm
 from geo_diloco.sim.train.fleet import Fleet, Machine
+from geo_diloco.sim.train.results import summarize
 
 Floats = NDArray[np.float32]
 MAGIC = b"GDX1"

@@ -144,15 +144,21 @@ def _joins(given: list[str], num_learners: int, *, tokens_max: int) -> tuple[int
         digits = when if scale == 1 else when[:-1]
         if not (digits.isascii() and digits.isdigit() and number.isascii() and number.isdigit()):
             raise ConfigError(f"--add-at {text}: wanted TOKENS:N, as 500000:2 or 500k:2")
-        tokens = int(digits[:18]) * scale
+        tokens, coming = _count(digits) * scale, _count(number)
         if not 1 <= tokens < tokens_max:
             raise ConfigError(
                 f"--add-at {text}: {tokens} tokens; allowed is a number from 1, below the {tokens_max} in all"
             )
-        if not 1 <= int(number[:6]) <= LEARNERS_MAX - num_learners - len(joins):
+        if not 1 <= coming <= LEARNERS_MAX - num_learners - len(joins):
             raise ConfigError(f"--add-at {text}: wanted 1 or more learners, {LEARNERS_MAX} at most in all")
-        joins += [tokens] * int(number)
+        joins += [tokens] * coming
     return tuple(sorted(joins))
+
+
+def _count(digits: str) -> int:
+    """More than anybody means, where it has more digits than that."""
+    significant = digits.lstrip("0")
+    return int(significant or "0") if len(significant) <= 15 else 10**15
 
 
 def _check_lockstep(lockstep: bool, *, faults: Path | None, add_at: list[str] | None, seconds: float | None) -> None:

@@ -48,7 +48,9 @@ class Fault(BaseModel):
     slice: int | None = Field(default=None, ge=1, le=10**6)
     """Which one of the learner's, counted from 1; only of kind "slice"."""
     from_s: float = Field(ge=0.0, le=1e7)
-    until_s: float | None = Field(default=None, description="a number above from_s, in seconds, or nothing: for good")
+    until_s: float | None = Field(
+        default=None, le=2e7, description="a number above from_s and up to 20000000, in seconds, or nothing: for good"
+    )
 
     @property
     def from_ms(self) -> int:

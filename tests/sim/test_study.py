@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from geo_diloco.sim.train.arms import arms_from, base_manifest
+from geo_diloco.sim.train.pairing import Difference
 
 NAMES = ("plan", "churn", "run", "report")
 
@@ -56,14 +57,48 @@ def test_what_is_there_is_not_run_again(study: Any, tmp_path: Path) -> None:
     everything = study.run.missing("i", tmp_path)
     assert [seed for _, seed in everything] == [0, 0, 1, 1, 2, 2]
     key = study.run.key_of(part.cells[1], 0)
-    (tmp_path / "another.jsonl").write_text(json.dumps({"key": key}) + "\n")
+    (tmp_path / "another.jsonl").write_text(json.dumps(dict.fromkeys(study.run.NEEDED, 0) | {"key": key}) + "\n")
     assert study.run.missing("i", tmp_path) == [job for job in everything if job != (part.cells[1], 0)]
 
 
 def test_a_line_that_was_cut_off_is_named(study: Any, tmp_path: Path) -> None:
-    (tmp_path / "i.jsonl").write_text('{"key": "x"}\n{"key": ')
+    row = json.dumps(dict.fromkeys(study.run.NEEDED, "x"))
+    (tmp_path / "i.jsonl").write_text(row + '\n{"key": ')
     with pytest.raises(SystemExit, match=r"i\.jsonl, line 2: no result; .* delete the line"):
         study.run.missing("i", tmp_path)
+    for damaged in (b'{"key": "x"}', b'{"key": "\xff"}', b"[]", b"\xff\xfe"):
+        (tmp_path / "i.jsonl").write_bytes(damaged)
+        with pytest.raises(SystemExit, match=r"i\.jsonl, line 1: no result"):
+            study.report.report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["i", "--jobs", "0"], "--jobs 0: wanted a number from 1 to 64"),
+        (["i", "--minutes", "nan"], "--minutes nan: wanted a number above 0"),
+        (["i", "--results", "FILE"], "FILE: File exists; give a folder that can be written to"),
+    ],
+)
+def test_a_command_that_can_t_be_run_is_one_line(
+    study: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    (tmp_path / "FILE").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        study.run.main()
+    assert said in f"{ended.value} {capsys.readouterr().err}"
+
+
+def test_the_study_of_codecs_starts(repository: Path) -> None:
+    command = [sys.executable, str(repository / "examples" / "study" / "thin_codecs.py"), "--help"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def test_a_line_holds_what_an_arm_came_to(study: Any) -> None:
@@ -109,10 +144,9 @@ def test_a_baseline_is_the_same_whoever_is_away(study: Any) -> None:
     assert [study.report.reference_of(cell, part, "diloco") for cell in part.cells] == [plain] * 3 + [None]
 
 
-def test_an_interval_is_students(study: Any) -> None:
-    half = 4.303 * 1.0 / math.sqrt(3)
-    assert study.report.interval([1.0, 2.0, 3.0]) == f"+2.00 ± {half:.2f} %"
-    assert study.report.interval([-1.5]) == "-1.50 %"
+def test_a_difference_is_told_with_its_interval(study: Any) -> None:
+    assert study.report.in_words(Difference((0.01, 0.02, 0.03), 0.02, 0.0248)) == "+2.00 ± 2.48 %"
+    assert study.report.in_words(Difference((-0.015,), -0.015, None)) == "-1.50 %"
 
 
 def test_what_was_not_run_is_said(study: Any, tmp_path: Path) -> None:

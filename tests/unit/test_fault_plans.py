@@ -42,6 +42,7 @@ def test_faults_come_in_the_order_of_the_file_in_milliseconds(tmp_path: Path) ->
         (CRASH.replace("learner = 2", "learner = 0"), "learner = 0; allowed is a whole number from 1"),
         (CRASH.replace("1.5", "-1"), "from_s = -1; allowed is a number from 0.0"),
         (CRASH + "until_s = 1.5\n", r"until_s = 1.5; allowed is a number above from_s \(1.5\)"),
+        (CRASH + "until_s = 1e306\n", r"until_s = 1e\+306; allowed is a number above from_s and up to 20000000"),
         (CRASH + 'until_s = "soon"\n', 'until_s = "soon"; allowed is a number above from_s'),
         ("[[fault\n", "plan.toml: not TOML"),
         (CRASH.replace("crash", "slice"), 'kind = "slice"; slice = NUMBER goes with kind = "slice" and only with it'),
