@@ -3,8 +3,8 @@
     python examples/03_mixture_of_experts.py            # everything on this machine, under a minute
     python examples/03_mixture_of_experts.py INVITE     # what each learner does
 
-Only the manifest differs from `02_dense.py`. An expert that saw few tokens in a round has a short delta; merging by
-radial direction, tensor by tensor, keeps it from being drowned by the others.
+Only the manifest differs from `02_dense.py`. Deltas are merged by radial direction, tensor by tensor; transformers 5
+keeps all experts of a layer in one tensor, so they share a direction.
 """
 
 from __future__ import annotations
