@@ -1,0 +1,32 @@
+"""The proof that is kept: what proves who serves, as far as it is durable, and no more; anew after a reform."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from geo_diloco.node.proving import ProofShelf
+from geo_diloco.protocol.messages import Commit, Found, Open
+from tests.support.chains import ChainBuilder
+
+
+def test_it_holds_what_proves_something_as_soon_as_that_is_durable_and_begins_anew_after_a_reform() -> None:
+    events = ChainBuilder.opened().events
+    entries: dict[Any, Any] = {event.digest: event.entry for event in events}
+    ledger = SimpleNamespace(seq=0, lineage=0)
+    order = [event.digest for event in events]
+    core: Any = SimpleNamespace(
+        ledger=ledger, election=SimpleNamespace(digest_at=lambda seq: order[seq] if seq < len(order) else None)
+    )
+    chain: Any = SimpleNamespace(entry=entries.get, signed=entries.get)
+    shelf = ProofShelf(core, chain)
+    assert [type(entry) for entry in shelf.entries(0, 10)] == [Found], "the term is not durable yet"
+    ledger.seq = 1
+    assert [type(entry) for entry in shelf.entries(0, 10)] == [Found, Open]
+    entries["c"] = Commit.__new__(Commit)
+    order.append("c")  # type: ignore[arg-type]
+    ledger.seq = 2
+    assert [type(entry) for entry in shelf.entries(0, 10)] == [Found, Open], "a commit proves nothing"
+    assert [type(entry) for entry in shelf.entries(1, 1)] == [Open]
+    ledger.lineage, ledger.seq = 1, 0
+    assert [type(entry) for entry in shelf.entries(0, 10)] == [Found], "what a reform left behind is no proof"
