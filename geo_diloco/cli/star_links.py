@@ -182,7 +182,8 @@ class Star:
 
     async def _carry(self, door: _Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pids = {name: link.pid for name, link in self._links.items()}
-        name = dialer_of(writer.get_extra_info("peername")[1], door.front, pids)
+        # Apart from the loop: every link stands still while it does something else.
+        name = await asyncio.to_thread(dialer_of, writer.get_extra_info("peername")[1], door.front, pids)
         if name is None:
             writer.transport.abort()
             return

@@ -5,10 +5,12 @@ import socket
 import subprocess
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import psutil
 import pytest
 
+from geo_diloco.cli import bench_usage
 from geo_diloco.cli.bench_usage import cpu_s, dialer_of, machine_busy_s, resident_bytes
 
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")
@@ -26,7 +28,9 @@ def test_a_process_has_used_something_and_one_that_is_gone_nothing() -> None:
     assert cpu_s(os.getpid()) > 0.0 and resident_bytes(os.getpid()) > 1e6
 
 
-def test_who_dials_is_whose_socket_is_connected_to_the_front() -> None:
+@pytest.mark.parametrize("table", [Path("/proc/net/tcp"), Path("/proc/there-is-no-such-table")])
+def test_who_dials_is_whose_socket_is_connected_to_the_front(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_usage, "_TABLE", table)
     with socket.create_server(("127.0.0.1", 0)) as front, socket.create_server(("127.0.0.1", 0)) as other:
         at = front.getsockname()[1]
         with socket.create_connection(("127.0.0.1", at)) as dialing:
