@@ -27,10 +27,20 @@ SEEDS_MAX = 1000
 EVENTS_MAX = 2e6
 """Of one lane: arrays step so often. Some minutes."""
 QUESTIONS = ("--paper", "--calibrate", "--scavenge", "--bandwidth", "--fleet", "--from-tape")
+_CHIPS = ("", "--write-plan", "--paper", "--calibrate")
+_ONLY_FOR = {
+    **dict.fromkeys(("slice_chips", "downscale_s", "upscale_s", "return_s", "lost_s", "step_spread"), _CHIPS),
+    **dict.fromkeys(("quorum", "grace"), _CHIPS),
+    **dict.fromkeys(("params", "step_s", "sites", "interval", "codec", "utilisation"), ("--bandwidth",)),
+    **dict.fromkeys(("plan_seconds", "plan_scale"), ("--write-plan",)),
+    "hold_out": ("--from-tape",),
+}
+"""Flags that say nothing to other questions."""
 _SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "": 1.0}
 
 
 def goodput(
+    context: typer.Context,
     chips: Annotated[str | None, typer.Option(help="How many, several with commas. [default: 150k to 2.4M]")] = None,
     learners: Annotated[str | None, typer.Option(help="M of Decoupled, likewise. [default: 2,4,8,16]")] = None,
     mtbi_days: Annotated[float | None, typer.Option(help="Between interruptions of one chip. [default: 365]")] = None,
@@ -67,11 +77,9 @@ def goodput(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """What is left of the chips' time under failures, beside the paper's figures; what your own fleet comes to."""
-    _check_hold_out(hold_out, from_tape)
     kinds = (paper, calibrate, scavenge, bandwidth, fleet is not None, from_tape is not None)
     question = _question(dict(zip(QUESTIONS, kinds, strict=True)), with_systems=bool(chips or learners or mtbi_days))
-    if plot is not None:
-        _can_plot(plot, question or ("--write-plan" if write_plan else ""))
+    _check_flags(context, question or ("--write-plan" if write_plan is not None else ""), plot)
     if write_plan is not None and question:
         raise ConfigError(f"--write-plan {write_plan}: not with {question}; leave one of them out")
     times = {"downscale_s": downscale_s, "upscale_s": upscale_s, "return_s": return_s, "lost_s": lost_s}
@@ -102,10 +110,16 @@ def goodput(
         _table(_systems(chips, learners, world), world, plot, as_json=as_json)
 
 
-def _check_hold_out(share: float, tape: Path | None) -> None:
-    _check("--hold-out", share, 0.0, 0.9)
-    if share and tape is None:
-        raise ConfigError(f"--hold-out {share:g}: it is for --from-tape; leave it out")
+def _check_flags(context: typer.Context, question: str, plot: Path | None) -> None:
+    """What would be ignored is said. `question`: a flag; empty for the table."""
+    if plot is not None:
+        _can_plot(plot, question)
+    for name, questions in _ONLY_FOR.items():
+        given = context.get_parameter_source(name)
+        if given is not None and given.name == "COMMANDLINE" and question not in questions:
+            flag, wanted = f"--{name.replace('_', '-')}", " or ".join(each or "the table" for each in questions)
+            where = f"with {question}" if question else "here"
+            raise ConfigError(f"{flag} {where} says nothing: it is for {wanted}; leave it out")
 
 
 def _write_plan(
@@ -132,6 +146,7 @@ def _question(given: dict[str, bool], *, with_systems: bool) -> str:
 def _fleet(file: Path | None, tape: Path | None, hold_out: float, world: World, *, as_json: bool) -> None:
     from geo_diloco.cli.goodput_fleet import report_fleet, report_tape
 
+    _check("--hold-out", hold_out, 0.0, 0.9)
     if file is not None:
         report = report_fleet(file, world)
     else:

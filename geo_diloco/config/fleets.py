@@ -28,18 +28,19 @@ count = 1
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from geo_diloco.config.mistakes import named, read_toml, sentence
+from geo_diloco.config.mistakes import named, read_toml, sentence, shown
 from geo_diloco.errors import ConfigError
 
 MACHINES_MAX = 1000
 """Of all tables together, each counted `count` times."""
 
 Section = TypeVar("Section", bound=BaseModel)
-_FORM = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_FORM = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+"""Strict: `step_s = true` is no second."""
 
 
 class FleetModel(BaseModel):
@@ -58,10 +59,19 @@ class FleetSync(BaseModel):
     codec: Literal["none", "bf16", "int8", "int4"] = "int4"
 
 
+def _on_one_line(name: str) -> str:
+    """It is printed as it is."""
+    if not name.isprintable():
+        raise ValueError("has characters that do more than to stand there")
+    return name
+
+
 class FleetMachine(BaseModel):
     model_config = _FORM
 
-    name: str = Field(min_length=1, max_length=60)
+    name: Annotated[str, AfterValidator(_on_one_line)] = Field(
+        min_length=1, max_length=60, description="text of 1 to 60 characters, on one line"
+    )
     step_s: float = Field(ge=1e-3, le=1e5)
     up_mbit: float = Field(ge=1e-3, le=1e7)
     down_mbit: float = Field(ge=1e-3, le=1e7)
@@ -108,6 +118,8 @@ def load_fleet(path: Path) -> FleetFile:
 
 
 def _section(path: Path, value: Any, name: str, kind: type[Section]) -> Section:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: {name} = {shown(value)}; wanted is a table with {', '.join(kind.model_fields)}")
     try:
         return kind.model_validate(value)
     except ValidationError as exc:

@@ -142,7 +142,7 @@ def read_toml(path: Path, error: type[ManifestError] | type[ConfigError], *, exa
     if len(data) > FILE_BYTES_MAX:
         raise error(f"{path}: larger than {FILE_BYTES_MAX} bytes")
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as exc:
         raise error(f"{path}: not UTF-8 text (byte {exc.start})") from exc
     return parse_toml(text, str(path), error)
@@ -151,6 +151,6 @@ def read_toml(path: Path, error: type[ManifestError] | type[ConfigError], *, exa
 def parse_toml(text: str, source: str, error: type[ManifestError] | type[ConfigError]) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as exc:
-        reason = " ".join(str(exc).split()) or type(exc).__name__
+    except (ValueError, RecursionError) as exc:  # a number of thousands of digits is a plain ValueError
+        reason = " ".join(str(exc).partition("; use sys.")[0].split()) or type(exc).__name__
         raise error(f"{source}: not TOML: {reason}") from exc

@@ -231,4 +231,7 @@ def _parse_line(data: bytes) -> dict[str, Any] | None:
 def _boot_from_record(record: dict[str, Any], where: str) -> Boot:
     if record.get("version") != TAPE_VERSION:
         raise TapeError(f"{where}: tape version {record.get('version')!r}, this program reads {TAPE_VERSION}")
-    return cast(Boot, build(Boot, record, where))
+    try:
+        return cast(Boot, build(Boot, record, where))
+    except TapeError as exc:
+        raise TapeError(f"{exc}; a tape is for the version of this program that wrote it") from exc

@@ -275,6 +275,14 @@ def test_what_is_said_to_many_is_hashed_as_if_each_had_been_told_alone() -> None
     assert tape.effects_hash(effects) == hashlib.blake2s(naive.encode(), digest_size=8).hexdigest()
 
 
+def test_a_tape_whose_rules_have_other_keys_says_whose_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    record(path, [Tick()])
+    path.write_text(path.read_text().replace('"carry_cap":', '"another":', 1))
+    with pytest.raises(TapeError, match="another, carry_cap; a tape is for the version of this program that wrote it"):
+        list(tape.read_tape(path))
+
+
 def test_a_tape_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     record(path, [Tick()])
