@@ -25,9 +25,10 @@ from geo_diloco.errors import (
     RunDirError,
     TransferError,
 )
-from geo_diloco.manifest import RunId, RunManifest
+from geo_diloco.manifest import PeerId, RunId, RunManifest
 from geo_diloco.node.addresses import read_ports
 from geo_diloco.node.asking import known_contacts, likely_urls, named_in, visited_directory
+from geo_diloco.node.claims import check_syncer
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.protocol.amendments import AMENDABLE
 from geo_diloco.runtime.contacts import Contacts
@@ -43,6 +44,8 @@ LOOK_S = 0.3
 ANSWER_S = 5.0
 """For one peer to say how it is. Contacts from an earlier time may be gone."""
 SILENT_S = 20.0
+DOUBT_S = 3.0
+"""After that a claim to serve is looked at again that was not shown before: it may have been elected since."""
 DIRECTORY_S = 2.0
 """Until then only those are asked whose address is known already."""
 
@@ -95,8 +98,13 @@ class Found:
     status: dict[str, Any]
 
 
+Doubt = RemoteProtocolError | RefusedError | TransferError
+"""Why a claim is not believed: what its peer shows contradicts it, or (TransferError) it shows nothing."""
+
+
 class Finder:
-    """Asks the peers of a run how they are. Their answers are what they say, nothing more."""
+    """Asks the peers of a run how they are. Their answers are what they say, nothing more; but whoever serves shows
+    it."""
 
     def __init__(self, owned: Owned, session: Session) -> None:
         self._owned = owned
@@ -105,6 +113,10 @@ class Finder:
         """URLs, most promising first."""
         self._silent_until: dict[str, float] = {}
         """Who let us wait for nothing, and until when that is not tried again."""
+        self._shown: set[tuple[object, ...]] = set()
+        """Claims to serve that were proven."""
+        self._doubts: dict[tuple[object, ...], tuple[float, Doubt]] = {}
+        """Those that were not, and when they may be looked at again."""
         self._runs: set[str] = set()
         """URLs that have shown the run's manifest."""
         self.manifest: RunManifest | None = None
@@ -154,9 +166,31 @@ class Finder:
         return [each for each in found if each is not None]
 
     async def syncer(self) -> Found | None:
-        """Whoever serves, of the highest term that is claimed."""
-        serving = [each for each in await self.answers() if each.status.get("role") == "syncer"]
+        """Whoever serves and shows it, of the highest term: a liar must not keep the owner from him."""
+        claims = [each for each in await self.answers() if each.status.get("role") == "syncer"]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.doubt(each)) for each in claims]
+        serving = [each for each, task in zip(claims, tasks, strict=True) if task.result() is None]
         return max(serving, key=lambda each: int(each.status.get("term", 0)), default=None)
+
+    async def doubt(self, found: Found) -> Doubt | None:
+        """Why it is not to be believed that this peer serves; none if it has shown that it does."""
+        assert self.manifest is not None
+        status = found.status
+        claim = (found.url, status.get("peer"), status.get("branch"), status.get("term"))
+        until, doubt = self._doubts.get(claim, (0.0, None))
+        if claim in self._shown or (doubt is not None and time.monotonic() < until):
+            return doubt
+        try:
+            peer, invite, founder = PeerId(str(status.get("peer"))), self._owned.invite, self.manifest.founder
+            await check_syncer(self.session, found.url, peer, invite=invite, founder=founder)
+        except (RemoteProtocolError, RefusedError, TransferError) as exc:
+            self._doubts[claim] = time.monotonic() + DOUBT_S, exc
+            self.why_not = str(exc)
+            return exc
+        self._shown.add(claim)
+        self._doubts.pop(claim, None)
+        return None
 
 
 def _check_status(status: Mapping[str, Any], url: str) -> None:

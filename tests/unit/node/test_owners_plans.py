@@ -19,7 +19,7 @@ from geo_diloco.node.amending import _changes, _named, _warnings
 from geo_diloco.node.handing_over import _named as _to
 from geo_diloco.node.handing_over import hand_over
 from geo_diloco.node.owning import _check_status, finding, owned, wait_syncer
-from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present, _served
+from geo_diloco.node.reforming import ALL_LIVE, Intended, _claim, _intended, _present
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.amendments import Changes
 from geo_diloco.runtime.identity import Identity
@@ -202,6 +202,10 @@ def test_nobody_is_here_twice() -> None:
     assert list(found) == [PeerId(A)] and found[PeerId(A)].url == "u1"
 
 
+async def believe(*unused: Any, **unused_too: Any) -> None:
+    """Who serves is for `test_claims.py`."""
+
+
 def test_contacts_are_asked_besides_the_run_directorys_own_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +224,7 @@ def test_contacts_are_asked_besides_the_run_directorys_own_peer(
     monkeypatch.setattr(owning, "visited_directory", shut)
     monkeypatch.setattr(owning, "manifest_from_bytes", lambda canonical: MANIFEST)
     monkeypatch.setattr(owning, "_check_status", lambda status, url: None)
+    monkeypatch.setattr(owning, "check_syncer", believe)
 
     async def go() -> None:
         async with samples.served(BlobStore(tmp_path / "blobs")) as it:
@@ -343,13 +348,11 @@ def serving(**changed: Any) -> dict[str, Any]:
     return facts | {"role": "syncer", "peer": A} | changed
 
 
-def test_a_run_that_is_served_needs_no_reform() -> None:
-    assert _served([status(D, seq=1), serving()]) == (
-        "aaaaaaaa serves the run, and 2 of 3 electors answer it, a majority"
-    )
+def test_who_serves_says_so_with_a_lease() -> None:
+    assert _claim(serving()) == "aaaaaaaa serves the run, and 2 of 3 electors answer it, a majority"
     lapsed = serving()
     lapsed["election"] |= {"lease_ms": -1}
-    assert _served([status(D, seq=1), lapsed, serving(role="follower")]) == ""
+    assert [_claim(said) for said in (status(D, seq=1), lapsed, serving(role="follower"))] == ["", "", ""]
 
 
 def test_electors_that_follow_are_not_called_gone_for_good() -> None:
