@@ -15,7 +15,7 @@ import pytest
 from geo_diloco.errors import ConfigError, InviteError, ManifestError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import CodecSpec, PeerId, RunId, RunManifest
 from geo_diloco.node import handing_over, owning
-from geo_diloco.node.amending import _changes, _named, _warnings
+from geo_diloco.node.amending import _changes, _named, _wanted, _warnings
 from geo_diloco.node.handing_over import _named as _to
 from geo_diloco.node.handing_over import hand_over
 from geo_diloco.node.owning import _check_status, finding, owned, wait_syncer
@@ -140,8 +140,12 @@ def test_nothing_else_can_be_amended(setting: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("quorum=two", "--set quorum=two: a number is wanted"),
-        ("quorum=1.5", "a number is wanted"),
+        ("quorum=two", "--set quorum=two: a whole number is wanted"),
+        ("quorum=1.5", "a whole number is wanted"),
+        ("commits=1e6", "--set commits=1e6: a whole number is wanted"),
+        ("eta=much", "--set eta=much: a number is wanted"),
+        ("tokens=" + 5000 * "9", r"--set tokens=9{117}\.\.\.: a whole number is wanted"),
+        ("minutes=\x1b[31m3", r"--set minutes=\?\[31m3: a number is wanted"),
         ("grace=maybe", "on or off is wanted"),
         ("codec_up=int8:x", "a codec, as int8 or int8:64 is wanted"),
         ("codec_up_choices=bf16,int8:x", "codecs, as bf16,int8:64 is wanted"),
@@ -168,6 +172,21 @@ def test_a_value_of_another_kind_is_named(setting: str, reason: str) -> None:
 def test_a_value_that_no_manifest_may_have_is_refused(setting: str) -> None:
     with pytest.raises(ManifestError, match=r"^--set: "):
         changes(setting)
+
+
+def test_what_could_not_be_sent_is_refused_before_it_is_signed() -> None:
+    """A manifest may count further than a message."""
+    assert changes(f"tokens={(1 << 53) - 1}") == Changes(tokens=(1 << 53) - 1)
+    with pytest.raises(ConfigError, match=r"--set: tokens = 9007199254740992: 0 to 9\.\d+e\+15 is allowed"):
+        changes(f"tokens={1 << 53}")
+
+
+def test_two_values_of_one_name_contradict_each_other() -> None:
+    assert _wanted(["eta=0.5", "mu=0.5"]) == [("eta", "0.5"), ("mu", "0.5")]
+    with pytest.raises(ConfigError, match="--set eta: given 2 times, and an amendment has one value of it"):
+        _wanted(["eta=0.5", "mu=0.5", "outer.eta=0.6"])
+    with pytest.raises(ConfigError, match="nothing to amend"):
+        _wanted([])
 
 
 def test_a_run_whose_schedule_goes_by_the_token_budget_keeps_one() -> None:
