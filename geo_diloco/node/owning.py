@@ -7,7 +7,6 @@ directory if one was given, by what that one knows, and by the directory that th
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from geo_diloco.config import checked_contacts, manifest_from_bytes
 from geo_diloco.errors import (
     ConfigError,
     DirectoryError,
+    InviteError,
     ManifestError,
     RefusedError,
     RemoteProtocolError,
@@ -33,7 +33,7 @@ from geo_diloco.node.rundir import RunDir
 from geo_diloco.protocol.amendments import AMENDABLE
 from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.identity import Identity
-from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.invite import Invite, place_of
 from geo_diloco.runtime.records import by_claim
 from geo_diloco.runtime.session import Session, fetch_manifest, fetch_status, make_session
 from geo_diloco.runtime.wire import INTEGER_MAX, url_from_address
@@ -71,16 +71,10 @@ def owned(where: str, key: Path | None, contacts: Sequence[str] = ()) -> Owned:
 
     Raises ConfigError, InviteError or RunDirError.
     """
-    folder = RunDir(Path(where)) if os.path.isdir(where) else None  # an invite is longer than a path may be
-    if folder is None:
-        invite, url = Invite.parse(where), ""
-    else:
-        try:
-            invite, url = Invite.parse(folder.invite.read_text("utf-8").strip()), read_ports(folder).url
-        except OSError as exc:
-            raise RunDirError(f"{where} is not the folder of a peer that can serve: no invite.txt in it") from exc
-        except UnicodeDecodeError as exc:
-            raise RunDirError(f"{folder.invite} is damaged: not text; give the invite itself, and --key") from exc
+    place = place_of(where)
+    folder = RunDir(place) if isinstance(place, Path) else None
+    invite = place if isinstance(place, Invite) else _invite_in(RunDir(place))
+    url = "" if folder is None else read_ports(folder).url
     key = key or (None if folder is None else folder.key)
     if key is None:
         raise ConfigError("an invite alone has no key: give --key with the founder's key.pem, or its run directory")
@@ -88,6 +82,16 @@ def owned(where: str, key: Path | None, contacts: Sequence[str] = ()) -> Owned:
         raise ConfigError(f"{key} is no file: give --key with the founder's key.pem")
     known = known_contacts(invite.run, checked_contacts(contacts))
     return Owned(invite=invite, identity=Identity.load_or_create(key), local_url=url, known=known)
+
+
+def _invite_in(folder: RunDir) -> Invite:
+    try:
+        return Invite.parse(folder.invite.read_text("utf-8").strip())
+    except OSError as exc:
+        raise RunDirError(f"{folder.root} is not the folder of a peer that can serve: no invite.txt in it") from exc
+    except (UnicodeDecodeError, InviteError) as exc:
+        why = "not text" if isinstance(exc, UnicodeDecodeError) else exc
+        raise RunDirError(f"{folder.invite} is damaged: {why}; give the invite itself, and --key") from exc
 
 
 @dataclass(frozen=True, kw_only=True)

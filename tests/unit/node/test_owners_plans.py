@@ -211,6 +211,9 @@ def test_the_owner_is_known_by_a_run_directory_or_by_a_key(tmp_path: Path) -> No
         owned(invite, tmp_path / "none.pem")
     with pytest.raises(InviteError):
         owned(str(tmp_path / "nothing"), key)
+    (tmp_path / "invite.txt").write_text(invite[:-9])
+    with pytest.raises(RunDirError, match=r"invite\.txt is damaged: .*; give the invite itself, and --key"):
+        owned(str(tmp_path), None)
     (tmp_path / "invite.txt").unlink()
     with pytest.raises(RunDirError, match=r"no invite\.txt in it"):
         owned(str(tmp_path), None)
