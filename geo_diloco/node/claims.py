@@ -22,23 +22,34 @@ from geo_diloco.runtime.session import Session, fetch_entries, fetch_proof
 from geo_diloco.runtime.wire import Signed, open_entry, seal_envelope
 
 SHOW_S = 10.0
-"""For all that a claim to serve takes."""
+"""For each of the two things that a claim to serve takes."""
 _NOWHERE = Digest("0" * 64)
 """Of no branch and no layout: a visitor is told so, by a signed word, and takes nobody's place."""
 
 
+class KeyNotShown(TransferError):
+    """The chain names that peer, and it did not sign for us: all its doors may be taken, or it is not that peer."""
+
+
 async def check_syncer(session: Session, url: str, peer: PeerId, *, invite: Invite, founder: PeerId) -> None:
-    """That peer serves the newest term that is durable there, and it is that peer who answers."""
+    """That peer serves the newest term that is durable there, and it is that peer who answers. Raises as said above;
+    KeyNotShown where only the first is shown."""
     try:
         async with asyncio.timeout(SHOW_S):
             authority = await _authority(session, url, run=invite.run, founder=founder)
-            opened = authority.opened.get(authority.term)
-            if opened is None or opened.syncer != peer:
-                served = "nobody" if opened is None else opened.syncer[:8]
-                raise RemoteProtocolError(f"{url} says that {peer[:8]} serves, and shows that {served} does", peer=peer)
+    except TimeoutError as exc:
+        raise TransferError(f"{url} does not show in {SHOW_S:.0f} s who serves") from exc
+    opened = authority.opened.get(authority.term)
+    if opened is None or opened.syncer != peer:
+        served = "nobody" if opened is None else opened.syncer[:8]
+        raise RemoteProtocolError(f"{url} says that {peer[:8]} serves, and shows that {served} does", peer=peer)
+    try:
+        async with asyncio.timeout(SHOW_S):
             await _check_key(session, url, peer, invite)
     except TimeoutError as exc:
-        raise TransferError(f"{url} does not show in {SHOW_S:.0f} s that it is {peer[:8]}") from exc
+        raise KeyNotShown(f"{url} does not show in {SHOW_S:.0f} s that it is {peer[:8]}") from exc
+    except TransferError as exc:
+        raise KeyNotShown(f"{url} does not show that it is {peer[:8]}: {exc}") from exc
 
 
 async def check_head(
@@ -101,4 +112,4 @@ async def _check_key(session: Session, url: str, peer: PeerId, invite: Invite) -
         async for item in link:
             if isinstance(item, Envelope):  # verified: of that peer, for this connection
                 return
-    raise TransferError(f"{url} does not show that it is {peer[:8]}: {link.close_reason}")
+    raise TransferError(link.close_reason)

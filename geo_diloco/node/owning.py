@@ -28,7 +28,7 @@ from geo_diloco.errors import (
 from geo_diloco.manifest import PeerId, RunId, RunManifest
 from geo_diloco.node.addresses import read_ports
 from geo_diloco.node.asking import known_contacts, likely_urls, named_in, visited_directory
-from geo_diloco.node.claims import check_syncer
+from geo_diloco.node.claims import KeyNotShown, check_syncer
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.protocol.amendments import AMENDABLE
 from geo_diloco.runtime.contacts import Contacts
@@ -170,12 +170,15 @@ class Finder:
         return [each for each in found if each is not None]
 
     async def syncer(self) -> Found | None:
-        """Whoever serves and shows it, of the highest term: a liar must not keep the owner from him."""
+        """Whoever serves and shows it, of the highest term: a liar must not keep the owner from him. If nobody shows
+        that he is the one whom the chain names, one of those who say so: strangers may have taken all his doors."""
         claims = [each for each in await self.answers() if each.status.get("role") == "syncer"]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self.doubt(each)) for each in claims]
-        serving = [each for each, task in zip(claims, tasks, strict=True) if task.result() is None]
-        return max(serving, key=lambda each: int(each.status.get("term", 0)), default=None)
+        doubts = [(each, task.result()) for each, task in zip(claims, tasks, strict=True)]
+        shown = [each for each, doubt in doubts if doubt is None]
+        named = [each for each, doubt in doubts if isinstance(doubt, KeyNotShown)]
+        return max(shown or named, key=lambda each: int(each.status.get("term", 0)), default=None)
 
     async def doubt(self, found: Found) -> Doubt | None:
         """Why it is not to be believed that this peer serves; none if it has shown that it does."""

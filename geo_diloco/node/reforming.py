@@ -19,7 +19,7 @@ from typing import Any
 from geo_diloco.errors import ConfigError, DirectoryError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import BranchId, Digest, PeerId, Seq, Term
 from geo_diloco.node import owning
-from geo_diloco.node.claims import SHOW_S, check_head
+from geo_diloco.node.claims import SHOW_S, KeyNotShown, check_head
 from geo_diloco.node.owning import DOUBT_S, FIND_S, LOOK_S, Finder, Owned, finding, owned
 from geo_diloco.protocol.election.ballots import ELECTORS_MAX, Elector, Rank
 from geo_diloco.protocol.messages import EntryHeader, Found, Reform
@@ -377,7 +377,7 @@ async def _wait_served(finder: Finder, run: Owned, intended: Intended, signed: S
         for each in await finder.answers():
             status = each.status
             serves = int(status.get("lineage", 0)) >= intended.lineage and status.get("role") == "syncer"
-            if serves and await finder.doubt(each) is None:
+            if serves and isinstance(await finder.doubt(each), KeyNotShown | None):
                 return f"reformed: {str(status['peer'])[:8]} serves the run from entry {intended.parent[0].seq} on"
         await _give(finder, run, intended, signed)
         await asyncio.sleep(1.0)

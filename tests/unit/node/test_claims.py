@@ -13,7 +13,7 @@ import pytest
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import BootId, Digest, PeerId, RunManifest, Term
 from geo_diloco.node import claims, owning, reforming
-from geo_diloco.node.claims import check_head, check_syncer
+from geo_diloco.node.claims import KeyNotShown, check_head, check_syncer
 from geo_diloco.node.owning import Doubt, Finder, Found, Owned
 from geo_diloco.protocol.election.ballots import Refuse
 from geo_diloco.protocol.messages import Envelope, Hello
@@ -90,7 +90,7 @@ def test_in_a_run_with_a_token_the_invite_lets_the_question_in(tmp_path: Path) -
     async def go(it: Served) -> None:
         it.port.admits = lambda shown, nonce, peer: shown == admission_proof("secret", nonce=nonce, peer=peer)
         await check(it, invite=replace(INVITE, token="secret"))
-        with pytest.raises(TransferError, match="does not show that it is"):
+        with pytest.raises(KeyNotShown, match=r"does not show that it is .*: not admitted"):
             await check(it)
 
     with_peer(tmp_path, go)
@@ -152,7 +152,7 @@ def test_who_claims_to_be_the_syncer_that_is_dead_can_not_sign_for_it(
         with pytest.raises(RemoteProtocolError, match=f"is another peer than {SECOND.peer_id[:8]}"):
             await check(it, SECOND.peer_id)
         monkeypatch.setattr(http, "greeting", lambda run, own, nonce: greeting(run, SECOND.peer_id, nonce))
-        with pytest.raises(TransferError, match=f"does not show (in 1 s )?that it is {SECOND.peer_id[:8]}"):
+        with pytest.raises(KeyNotShown, match=f"does not show (in 1 s )?that it is {SECOND.peer_id[:8]}"):
             await check(it, SECOND.peer_id)
 
     with_peer(tmp_path, go)
@@ -208,6 +208,28 @@ def test_a_liar_with_a_higher_term_keeps_nobody_from_the_syncer(
             it.port.entries = []
             assert await finder.doubt(found) is None, "what was shown is remembered"
             assert await finder.syncer() is not None
+
+    with_peer(tmp_path, go)
+
+
+def test_a_syncer_all_of_whose_doors_are_taken_is_found_if_nobody_shows_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers can take them; the owner's order needs none."""
+    manifest = replace(RunManifest(nonce="00" * 16), founder=FOUNDER.peer_id)
+    monkeypatch.setattr(owning, "manifest_from_bytes", lambda canonical: manifest)
+    monkeypatch.setattr(owning, "_check_status", lambda status, url: None)
+
+    async def go(it: Served) -> None:
+        it.port.more_status = {"peer": it.identity.peer_id, "term": 2, "branch": "b"}
+        finder = Finder(Owned(invite=INVITE, identity=FOUNDER, local_url=it.url), it.session)
+        with monkeypatch.context() as full:
+            full.setattr(http, "LINKS_MAX", 0)
+            assert (found := await finder.syncer()) is not None and found.url == it.url
+            assert isinstance(doubt := await finder.doubt(found), KeyNotShown) and "503" in str(doubt)
+        it.port.entries = []
+        finder._doubts.clear()
+        assert await finder.syncer() is None, "but not by its word alone"
 
     with_peer(tmp_path, go)
 
