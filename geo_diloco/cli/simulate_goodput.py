@@ -26,6 +26,7 @@ LEARNERS_MAX = 1024
 SEEDS_MAX = 1000
 EVENTS_MAX = 2e6
 """Of one lane: arrays step so often. Some minutes."""
+PLAN_SECONDS, PLAN_SCALE = 600.0, 25.0
 QUESTIONS = ("--paper", "--calibrate", "--scavenge", "--bandwidth", "--fleet", "--from-tape")
 _SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "": 1.0}
 
@@ -61,13 +62,16 @@ def goodput(
         float, typer.Option(help="--from-tape: keep that share, its end, from the prediction, and compare with it.")
     ] = 0.0,
     write_plan: Annotated[Path | None, typer.Option(help="Failures as a plan for `simulate train --faults`.")] = None,
-    plan_seconds: Annotated[float, typer.Option(help="--write-plan: of the run; then it begins anew.")] = 600.0,
-    plan_scale: Annotated[float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")] = 25.0,
+    plan_seconds: Annotated[float, typer.Option(help="--write-plan: of the run; then it begins anew.")] = PLAN_SECONDS,
+    plan_scale: Annotated[
+        float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")
+    ] = PLAN_SCALE,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """What is left of the chips' time under failures, beside the paper's figures; what your own fleet comes to."""
     _check_hold_out(hold_out, from_tape)
+    _check_plan(write_plan, (plan_scale, plan_seconds))
     kinds = (paper, calibrate, scavenge, bandwidth, fleet is not None, from_tape is not None)
     question = _question(dict(zip(QUESTIONS, kinds, strict=True)), with_systems=bool(chips or learners or mtbi_days))
     if plot is not None:
@@ -108,14 +112,20 @@ def _check_hold_out(share: float, tape: Path | None) -> None:
         raise ConfigError(f"--hold-out {share:g}: it is for --from-tape; leave it out")
 
 
+def _check_plan(path: Path | None, scale_and_seconds: tuple[float, float]) -> None:
+    flags = ("--plan-scale", PLAN_SCALE, 0.001, 1e6), ("--plan-seconds", PLAN_SECONDS, 1, 1e6)
+    for value, (flag, usual, least, most) in zip(scale_and_seconds, flags, strict=True):
+        _check(flag, value, least, most)
+        if path is None and value != usual:
+            raise ConfigError(f"{flag} {value:g}: it is for --write-plan; leave it out")
+
+
 def _write_plan(
     path: Path, systems: list[System], world: World, scale_and_seconds: tuple[float, float], *, as_json: bool
 ) -> None:
     from geo_diloco.cli.goodput_plan import write_plan
 
     scale, seconds = scale_and_seconds
-    _check("--plan-scale", scale, 0.001, 1e6)
-    _check("--plan-seconds", seconds, 1, 1e6)
     write_plan(path, systems, world, scale=scale, seconds=seconds, as_json=as_json)
 
 

@@ -136,6 +136,8 @@ def test_a_fleet_and_what_volunteers_bring(
         (("--bandwidth", "--sites", "1"), "--sites 1: wanted a number from 2"),
         (("--from-tape", "t", "--hold-out", "0.95"), "--hold-out 0.95: wanted a number from 0 to 0.9"),
         (("--paper", "--hold-out", "0.5"), "--hold-out 0.5: it is for --from-tape; leave it out"),
+        (("--paper", "--plan-scale", "5"), "--plan-scale 5: it is for --write-plan; leave it out"),
+        (("--plan-seconds", "60"), "--plan-seconds 60: it is for --write-plan; leave it out"),
         (("--fleet", "nowhere.toml"), "nowhere.toml: No such file or directory; examples/fleet.toml in the sources"),
     ],
 )
