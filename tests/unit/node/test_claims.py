@@ -22,7 +22,7 @@ from geo_diloco.runtime.control import ControlLink, greeting
 from geo_diloco.runtime.identity import Identity, admission_proof
 from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.wire import open_entry, seal_envelope
+from geo_diloco.runtime.wire import Signed, open_entry, seal_envelope
 from tests.unit.runtime.samples import RUN, RememberingPort, Served, served
 from tests.unit.runtime.test_chain import BOOTS, FOUNDER, LIAR, SECOND, THIRD, Chain, handed_over, proof, reformed
 
@@ -166,8 +166,8 @@ def head_of(chain: Chain) -> tuple[Any, Any]:
 
 
 def test_a_head_is_of_the_run_if_whoever_was_elected_signed_it(tmp_path: Path) -> None:
-    async def shows(it: Served, chain: Chain, durable: int) -> None:
-        it.port.entries = chain.entries
+    async def shows(it: Served, chain: Chain, durable: int, *more: Signed, gone: int = 0) -> None:
+        it.port.entries = [*chain.entries[: len(chain.entries) - gone], *more]
         shown = proof(chain)[:durable]
         it.port.proof = lambda first, limit: shown[first : first + limit]  # type: ignore[method-assign]
         signed, entry = head_of(chain)
@@ -177,6 +177,11 @@ def test_a_head_is_of_the_run_if_whoever_was_elected_signed_it(tmp_path: Path) -
         await shows(it, handed_over().record(2, SECOND), 4)
         await shows(it, handed_over().record(2, SECOND), 2)  # the newest terms are not durable there
         await shows(it, reformed(), 4)
+        await shows(it, handed_over(), 3)  # it is itself what is not durable
+        later = handed_over().record(2, SECOND).open(3, LIAR, (SECOND,))
+        await shows(it, handed_over().record(2, SECOND), 2, later.entries[-1])  # what comes after it is not asked
+        with pytest.raises(TransferError, match="shows no entry 3"):
+            await shows(it, handed_over().record(2, SECOND), 3, gone=2)
         with pytest.raises(RemoteProtocolError, match="did not sign"):
             await shows(it, handed_over().record(2, LIAR), 4)
         with pytest.raises(RemoteProtocolError, match="shows 1 of 2 votes"):
