@@ -6,7 +6,6 @@ A peer's folder on this machine will do as well: its process is asked first, and
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,12 +26,11 @@ def status(
 ) -> None:
     """Show where a run stands: held-out loss, who serves, learners, last rounds, and what it waits for."""
     from geo_diloco.node import fetch_status, folder_status
-    from geo_diloco.runtime.invite import Invite
+    from geo_diloco.runtime.invite import place_of
 
-    if os.path.isdir(run):  # an invite is longer than a path may be
-        found = folder_status(Path(run), contacts or ())
-    else:
-        found = fetch_status(Invite.parse(run), contacts or ())
+    place = place_of(run)
+    known = contacts or ()
+    found = folder_status(place, known) if isinstance(place, Path) else fetch_status(place, known)
     answer(json.dumps(found) if as_json else _readable(found))
 
 

@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from geo_diloco.config import changed_manifest
+from geo_diloco.config.mistakes import named as printable
 from geo_diloco.errors import ConfigError, RefusedError, TransferError
 from geo_diloco.manifest import BranchId, CodecSpec, RunManifest
 from geo_diloco.node.owning import FIND_S, LOOK_S, Finder, Found, Owned, finding, owned, wait_syncer
-from geo_diloco.protocol.amendments import AMENDABLE, CODECS, SECTIONS, AmendmentOrder, Changes
+from geo_diloco.protocol.amendments import (
+    AMENDABLE,
+    CODECS,
+    SECTIONS,
+    AmendmentOrder,
+    Changes,
+    why_not_changes,
+)
 from geo_diloco.runtime.session import Session, give_order
 from geo_diloco.runtime.wire import Order, seal_amendment, seal_order
 
@@ -46,9 +54,7 @@ def amend(
 
 
 async def _amend(run: Owned, settings: Sequence[str], *, wait: bool, limit_s: float) -> dict[str, Any]:
-    wanted = [_named(each) for each in settings]
-    if not wanted:
-        raise ConfigError(f"nothing to amend: give --set NAME=VALUE; what can be amended is {', '.join(AMENDABLE)}")
+    wanted = _wanted(settings)
     async with finding(run) as finder:
         syncer = await wait_syncer(finder, limit_s=limit_s)
         assert finder.manifest is not None
@@ -74,6 +80,16 @@ async def _amend(run: Owned, settings: Sequence[str], *, wait: bool, limit_s: fl
 # ---- what is wanted ----------------------------------------------------------------------------------------------
 
 
+def _wanted(settings: Sequence[str]) -> list[tuple[str, str]]:
+    wanted = [_named(each) for each in settings]
+    if not wanted:
+        raise ConfigError(f"nothing to amend: give --set NAME=VALUE; what can be amended is {', '.join(AMENDABLE)}")
+    names = [name for name, _ in wanted]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(f"--set {twice}: given {names.count(twice)} times, and an amendment has one value of it")
+    return wanted
+
+
 def _named(setting: str) -> tuple[str, str]:
     """`sync.quorum=2` and `quorum=2` say the same."""
     name, equals, text = setting.partition("=")
@@ -81,7 +97,7 @@ def _named(setting: str) -> tuple[str, str]:
     sections |= {name.replace("_", ".", 1): name for name in CODECS}
     name = sections.get(name.strip(), name.strip())
     if name not in AMENDABLE or not equals:
-        raise ConfigError(f"--set {setting}: only {', '.join(AMENDABLE)} can be amended, as NAME=VALUE")
+        raise ConfigError(f"--set {printable(setting)}: only {', '.join(AMENDABLE)} can be amended, as NAME=VALUE")
     return name, text.strip()
 
 
@@ -96,7 +112,10 @@ def _changes(wanted: Sequence[tuple[str, str]], status: Mapping[str, Any], manif
     legs = {name: _plain(value) for name, value in (in_force | values).items() if name in CODECS}
     plain = dataclasses.replace(manifest, founder="", nonce="")  # type: ignore[arg-type]
     changed_manifest(plain, sections | legs, source="--set")
-    return Changes(**values)
+    changes = Changes(**values)
+    if why_not := why_not_changes(changes):  # what goes over the wire has ranges of its own
+        raise ConfigError(f"--set: {why_not}")
+    return changes
 
 
 def _plain(value: CodecSpec | tuple[CodecSpec, ...]) -> Any:
@@ -119,10 +138,10 @@ def _value(name: str, text: str, rules: Mapping[str, Any]) -> Any:
             return _codec(text, str(rules[name]["value"]))
         return kinds.get(name, float)(text)
     except (ValueError, KeyError) as exc:
-        wanted = "on or off" if name == "grace" else "a number"
+        wanted = "on or off" if name == "grace" else "a whole number" if name in kinds else "a number"
         if name in CODECS:
             wanted = "a codec, as int8 or int8:64" if name != "codec_up_choices" else "codecs, as bf16,int8:64"
-        raise ConfigError(f"--set {name}={text}: {wanted} is wanted") from exc
+        raise ConfigError(f"--set {name}={printable(text)}: {wanted} is wanted") from exc
 
 
 def _codec(text: str, usual: str) -> CodecSpec:

@@ -7,7 +7,6 @@ directory if one was given, by what that one knows, and by the directory that th
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,20 +18,22 @@ from geo_diloco.config import checked_contacts, manifest_from_bytes
 from geo_diloco.errors import (
     ConfigError,
     DirectoryError,
+    InviteError,
     ManifestError,
     RefusedError,
     RemoteProtocolError,
     RunDirError,
     TransferError,
 )
-from geo_diloco.manifest import RunId, RunManifest
+from geo_diloco.manifest import PeerId, RunId, RunManifest
 from geo_diloco.node.addresses import read_ports
 from geo_diloco.node.asking import known_contacts, likely_urls, named_in, visited_directory
+from geo_diloco.node.claims import KeyNotShown, check_syncer
 from geo_diloco.node.rundir import RunDir
 from geo_diloco.protocol.amendments import AMENDABLE
 from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.identity import Identity
-from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.invite import Invite, place_of
 from geo_diloco.runtime.records import by_claim
 from geo_diloco.runtime.session import Session, fetch_manifest, fetch_status, make_session
 from geo_diloco.runtime.wire import INTEGER_MAX, url_from_address
@@ -43,6 +44,8 @@ LOOK_S = 0.3
 ANSWER_S = 5.0
 """For one peer to say how it is. Contacts from an earlier time may be gone."""
 SILENT_S = 20.0
+DOUBT_S = 3.0
+"""After that a claim to serve is looked at again that was not shown before: it may have been elected since."""
 DIRECTORY_S = 2.0
 """Until then only those are asked whose address is known already."""
 
@@ -68,16 +71,10 @@ def owned(where: str, key: Path | None, contacts: Sequence[str] = ()) -> Owned:
 
     Raises ConfigError, InviteError or RunDirError.
     """
-    folder = RunDir(Path(where)) if os.path.isdir(where) else None  # an invite is longer than a path may be
-    if folder is None:
-        invite, url = Invite.parse(where), ""
-    else:
-        try:
-            invite, url = Invite.parse(folder.invite.read_text("utf-8").strip()), read_ports(folder).url
-        except OSError as exc:
-            raise RunDirError(f"{where} is not the folder of a peer that can serve: no invite.txt in it") from exc
-        except UnicodeDecodeError as exc:
-            raise RunDirError(f"{folder.invite} is damaged: not text; give the invite itself, and --key") from exc
+    place = place_of(where)
+    folder = RunDir(place) if isinstance(place, Path) else None
+    invite = place if isinstance(place, Invite) else _invite_in(RunDir(place))
+    url = "" if folder is None else read_ports(folder).url
     key = key or (None if folder is None else folder.key)
     if key is None:
         raise ConfigError("an invite alone has no key: give --key with the founder's key.pem, or its run directory")
@@ -85,6 +82,16 @@ def owned(where: str, key: Path | None, contacts: Sequence[str] = ()) -> Owned:
         raise ConfigError(f"{key} is no file: give --key with the founder's key.pem")
     known = known_contacts(invite.run, checked_contacts(contacts))
     return Owned(invite=invite, identity=Identity.load_or_create(key), local_url=url, known=known)
+
+
+def _invite_in(folder: RunDir) -> Invite:
+    try:
+        return Invite.parse(folder.invite.read_text("utf-8").strip())
+    except OSError as exc:
+        raise RunDirError(f"{folder.root} is not the folder of a peer that can serve: no invite.txt in it") from exc
+    except (UnicodeDecodeError, InviteError) as exc:
+        why = "not text" if isinstance(exc, UnicodeDecodeError) else exc
+        raise RunDirError(f"{folder.invite} is damaged: {why}; give the invite itself, and --key") from exc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +102,13 @@ class Found:
     status: dict[str, Any]
 
 
+Doubt = RemoteProtocolError | RefusedError | TransferError
+"""Why a claim is not believed: what its peer shows contradicts it, or (TransferError) it shows nothing."""
+
+
 class Finder:
-    """Asks the peers of a run how they are. Their answers are what they say, nothing more."""
+    """Asks the peers of a run how they are. Their answers are what they say, nothing more; but whoever serves shows
+    it."""
 
     def __init__(self, owned: Owned, session: Session) -> None:
         self._owned = owned
@@ -105,6 +117,10 @@ class Finder:
         """URLs, most promising first."""
         self._silent_until: dict[str, float] = {}
         """Who let us wait for nothing, and until when that is not tried again."""
+        self._shown: set[tuple[object, ...]] = set()
+        """Claims to serve that were proven."""
+        self._doubts: dict[tuple[object, ...], tuple[float, Doubt]] = {}
+        """Those that were not, and when they may be looked at again."""
         self._runs: set[str] = set()
         """URLs that have shown the run's manifest."""
         self.manifest: RunManifest | None = None
@@ -154,9 +170,34 @@ class Finder:
         return [each for each in found if each is not None]
 
     async def syncer(self) -> Found | None:
-        """Whoever serves, of the highest term that is claimed."""
-        serving = [each for each in await self.answers() if each.status.get("role") == "syncer"]
-        return max(serving, key=lambda each: int(each.status.get("term", 0)), default=None)
+        """Whoever serves and shows it, of the highest term: a liar must not keep the owner from him. If nobody shows
+        that he is the one whom the chain names, one of those who say so: strangers may have taken all his doors."""
+        claims = [each for each in await self.answers() if each.status.get("role") == "syncer"]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.doubt(each)) for each in claims]
+        doubts = [(each, task.result()) for each, task in zip(claims, tasks, strict=True)]
+        shown = [each for each, doubt in doubts if doubt is None]
+        named = [each for each, doubt in doubts if isinstance(doubt, KeyNotShown)]
+        return max(shown or named, key=lambda each: int(each.status.get("term", 0)), default=None)
+
+    async def doubt(self, found: Found) -> Doubt | None:
+        """Why it is not to be believed that this peer serves; none if it has shown that it does."""
+        assert self.manifest is not None
+        status = found.status
+        claim = (found.url, status.get("peer"), status.get("branch"), status.get("term"))
+        until, doubt = self._doubts.get(claim, (0.0, None))
+        if claim in self._shown or (doubt is not None and time.monotonic() < until):
+            return doubt
+        try:
+            peer, invite, founder = PeerId(str(status.get("peer"))), self._owned.invite, self.manifest.founder
+            await check_syncer(self.session, found.url, peer, invite=invite, founder=founder)
+        except (RemoteProtocolError, RefusedError, TransferError) as exc:
+            self._doubts[claim] = time.monotonic() + DOUBT_S, exc
+            self.why_not = str(exc)
+            return exc
+        self._shown.add(claim)
+        self._doubts.pop(claim, None)
+        return None
 
 
 def _check_status(status: Mapping[str, Any], url: str) -> None:

@@ -11,19 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from geo_diloco.errors import ConfigError, DirectoryError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import BranchId, Digest, PeerId, Seq, Term
-from geo_diloco.node.owning import FIND_S, LOOK_S, Finder, Owned, finding, owned
+from geo_diloco.node import owning
+from geo_diloco.node.claims import SHOW_S, KeyNotShown, check_head
+from geo_diloco.node.owning import DOUBT_S, FIND_S, LOOK_S, Finder, Owned, finding, owned
 from geo_diloco.protocol.election.ballots import ELECTORS_MAX, Elector, Rank
-from geo_diloco.protocol.messages import Entry, EntryHeader, Found, Reform
-from geo_diloco.protocol.tail import TAIL_MAX
-from geo_diloco.runtime.proof import PROOF_ENTRIES_MAX, check_entry, is_of_proof, read_proof
-from geo_diloco.runtime.session import fetch_entries, fetch_proof, give_order
+from geo_diloco.protocol.messages import EntryHeader, Found, Reform
+from geo_diloco.runtime.session import fetch_entries, give_order
 from geo_diloco.runtime.wire import Order, Signed, open_entry, seal_entry, seal_order
 
 LOOK_AROUND_S = 12.0
@@ -114,13 +114,14 @@ async def _reform(
         assert finder.manifest is not None
         if run.identity.peer_id != finder.manifest.founder:
             raise ConfigError(f"the key given is not that of the run's owner, {finder.manifest.founder[:8]}")
-        if any(status.get("finished") for status in statuses.values()):
-            raise ConfigError("the run is finished: there is nothing to go on with")
-        if (served := _served(statuses.values())) and not force:
+        believed = await _believed(finder, run, statuses)
+        if (ended := next((url for url, status in believed.items() if status.get("finished")), "")) and not force:
+            raise ConfigError(f"the run is finished, says {ended}: there is nothing to go on with; --force tries it")
+        if (served := await _served(finder, believed)) and not force:
             if dry_run:
                 return f"{served}: there is nothing to reform"
             raise ConfigError(f"{served}: a reform would abandon what is durable; --force does it all the same")
-        intended = await _caught_up(finder, electors, offers, one_machine=finder.manifest.election.one_machine)
+        intended = await _caught_up(finder, run, electors, offers)
         present = intended.num_old - len(intended.gone)
         if 2 * present > intended.num_old and not force:
             raise ConfigError(
@@ -136,16 +137,27 @@ async def _reform(
         return await _wait_served(finder, run, intended, signed)
 
 
-def _served(statuses: Iterable[Mapping[str, Any]]) -> str:
+async def _served(finder: Finder, statuses: Mapping[str, Mapping[str, Any]]) -> str:
     """How the run is served, if it is: then it needs no reform. Empty if it is not."""
-    for status in statuses:
-        election = status["election"]
-        lease_ms = election.get("lease_ms")
-        if status.get("role") != "syncer" or not isinstance(lease_ms, int) or lease_ms <= 0:
+    for url, status in statuses.items():
+        if not (text := _claim(status)):
             continue
-        here, num = len(_told_here(status)), len(election["roster"])
-        return f"{str(status['peer'])[:8]} serves the run, and {here} of {num} electors answer it, a majority"
+        doubt = await finder.doubt(owning.Found(url=url, status=dict(status)))
+        if doubt is None:
+            return text
+        if isinstance(doubt, TransferError):  # the network's fault, perhaps: it may serve all the same
+            return f"{text}; so it says, and does not prove it ({doubt})"
     return ""
+
+
+def _claim(status: Mapping[str, Any]) -> str:
+    """That a peer serves, in its own words; empty if it does not say so."""
+    election = status["election"]
+    lease_ms = election.get("lease_ms")
+    if status.get("role") != "syncer" or not isinstance(lease_ms, int) or lease_ms <= 0:
+        return ""
+    here, num = len(_told_here(status)), len(election["roster"])
+    return f"{str(status['peer'])[:8]} serves the run, and {here} of {num} electors answer it, a majority"
 
 
 def _told_here(status: Mapping[str, Any]) -> set[str]:
@@ -195,14 +207,58 @@ def _rank(said: Sequence[int]) -> Rank:
     return Rank(int(said[0]), Term(int(said[1])), Seq(int(said[2])))
 
 
+async def _believed(
+    finder: Finder, run: Owned, statuses: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """Without those who show something else than they say: what they say of electors would count, too."""
+    async with asyncio.TaskGroup() as group:
+        lies = {url: group.create_task(_contradiction(finder, run, url, status)) for url, status in statuses.items()}
+    for url, lie in lies.items():
+        if lie.result():
+            finder.why_not = f"{url} is left out: {lie.result()}"
+    return {url: status for url, status in statuses.items() if not lies[url].result()}
+
+
+async def _contradiction(finder: Finder, run: Owned, url: str, status: Mapping[str, Any]) -> str:
+    """Asked twice: a chain may move on between two questions. Empty as well where it can't be told."""
+    said = ""
+    for pause_s in (0.0, DOUBT_S):
+        await asyncio.sleep(pause_s)
+        said = ""
+        if _claim(status):
+            doubt = await finder.doubt(owning.Found(url=url, status=dict(status)))
+            said = "" if doubt is None or isinstance(doubt, TransferError) else str(doubt)
+        if not (said := said or await _false_head(finder, run, url, status["election"]["best"])):
+            return ""
+    return said
+
+
+async def _false_head(finder: Finder, run: Owned, url: str, best: Sequence[Any]) -> str:
+    """Why the head that a peer claims is none of this run; empty if it is, or it shows another by now, or nothing."""
+    try:
+        async with asyncio.timeout(SHOW_S):
+            signed = await _entry_at(finder, url, max(0, best[2]))
+            if signed is None or signed.digest != best[3]:
+                return ""
+            entry = open_entry(signed)
+            await check_head(finder.session, url, signed, entry, run=run.run, founder=run.identity.peer_id)
+    except (TimeoutError, TransferError):
+        return ""
+    except RemoteProtocolError as exc:
+        return str(exc)
+    return ""
+
+
 # ---- what is intended --------------------------------------------------------------------------------------------
 
 
-async def _caught_up(finder: Finder, electors: Sequence[str], offers: Offers, *, one_machine: bool) -> Intended:
+async def _caught_up(finder: Finder, run: Owned, electors: Sequence[str], offers: Offers) -> Intended:
     """As soon as no new elector's disk goes further than the best that can be served, or time is up."""
+    assert finder.manifest is not None
+    one_machine = finder.manifest.election.one_machine
     deadline = time.monotonic() + CATCH_UP_S
     while True:
-        statuses = await _look_around(finder, offers, for_s=0.0)
+        statuses = await _believed(finder, run, await _look_around(finder, offers, for_s=0.0))
         recent = {peer: said for peer, (at, said) in offers.items() if time.monotonic() - at < OFFERED_S}
         intended = _intended(statuses, _present(statuses, recent), electors, one_machine=one_machine)
         behind = any(each.held > intended.parent[0] for each in intended.roster)
@@ -274,7 +330,7 @@ async def _signed(finder: Finder, run: Owned, intended: Intended) -> Signed:
             continue
         parent = open_entry(entry)
         try:
-            await _check_parent(finder, run, each.url, entry, parent)
+            await check_head(finder.session, each.url, entry, parent, run=run.run, founder=run.identity.peer_id)
         except (TransferError, RemoteProtocolError) as exc:
             finder.why_not = str(exc)
             continue
@@ -283,24 +339,10 @@ async def _signed(finder: Finder, run: Owned, intended: Intended) -> Signed:
         header = EntryHeader(run=run.run, branch=branch, term=Term(1), seq=Seq(rank.seq + 1), prev=digest)
         roster = tuple(elector.elector for elector in intended.roster)
         return seal_entry(Reform(header=header, lineage=intended.lineage, roster=roster), run.identity)
-    raise TransferError(f"nobody shows entry {rank.seq} as one of this run: {finder.why_not or 'try again'}")
-
-
-async def _check_parent(finder: Finder, run: Owned, url: str, signed: Signed, parent: Entry) -> None:
-    """By the votes of electors, step by step from `found` on, whoever signed it served its term: else anybody with an
-    invite could make one up, and nobody could follow a reform on top of that."""
-    lines = await fetch_proof(finder.session, url, entries_max=PROOF_ENTRIES_MAX)
-    authority = read_proof(lines, run=run.run, founder=run.identity.peer_id)
-    seq = max(authority.seq + 1, parent.header.seq - TAIL_MAX)  # the newest terms may not be durable
-    while seq <= parent.header.seq:
-        entries = await fetch_entries(finder.session, url, seq)
-        if not entries:
-            raise TransferError(f"{url} shows no entry {seq}")
-        for each in entries:
-            entry, seq = open_entry(each), seq + 1
-            if is_of_proof(entry) and entry.header.seq <= parent.header.seq:
-                authority.add(each, entry)
-    check_entry(signed, parent, authority)
+    raise TransferError(
+        f"nobody shows entry {rank.seq} as one of this run: {finder.why_not or 'try again'}; --electors may name "
+        "those who are left without whoever claims it"
+    )
 
 
 async def _entry_at(finder: Finder, url: str, seq: int) -> Signed | None:
@@ -334,7 +376,8 @@ async def _wait_served(finder: Finder, run: Owned, intended: Intended, signed: S
     while time.monotonic() < deadline:
         for each in await finder.answers():
             status = each.status
-            if int(status.get("lineage", 0)) >= intended.lineage and status.get("role") == "syncer":
+            serves = int(status.get("lineage", 0)) >= intended.lineage and status.get("role") == "syncer"
+            if serves and isinstance(await finder.doubt(each), KeyNotShown | None):
                 return f"reformed: {str(status['peer'])[:8]} serves the run from entry {intended.parent[0].seq} on"
         await _give(finder, run, intended, signed)
         await asyncio.sleep(1.0)

@@ -12,8 +12,10 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from geo_diloco.errors import InviteError
 from geo_diloco.manifest import RunId
@@ -85,6 +87,18 @@ class Invite:
         if not isinstance(bootstraps, list) or not all(isinstance(maddr, str) for maddr in bootstraps):
             raise InviteError("invite: bootstraps must be a list of addresses; ask for a new one")
         return cls(run=RunId(run), bootstraps=tuple(bootstraps), token=token, name=name)
+
+
+def place_of(where: str) -> Path | Invite:
+    """A folder on this machine, or an invite. Raises InviteError for what is neither."""
+    if os.path.isdir(where):  # an invite is longer than a path may be
+        return Path(where)
+    try:
+        return Invite.parse(where)
+    except InviteError as exc:
+        if where.strip().startswith("gd") and "/" not in where:
+            raise
+        raise InviteError(f"{where[:60]!r} is neither a folder on this machine nor an invite, gd1-...") from exc
 
 
 def _body(compact: str) -> bytes:

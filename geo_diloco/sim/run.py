@@ -10,12 +10,9 @@ from itertools import pairwise
 
 from geo_diloco.protocol.effects import TokensMerged
 from geo_diloco.protocol.messages import Commit
+from geo_diloco.sim.chaincheckers import AppendChecker, BranchChecker, DurableChecker, LeaseChecker
 from geo_diloco.sim.checkers import (
-    AppendChecker,
-    BranchChecker,
     CommitChecker,
-    DurableChecker,
-    LeaseChecker,
     PruneChecker,
     RulesChecker,
     StateChecker,

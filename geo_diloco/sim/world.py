@@ -120,7 +120,7 @@ class World:
         self.entries: dict[Digest, SignedEntry] = {}
         """All that were ever sealed."""
         self.lineages: dict[Digest, int] = {}
-        """Number of the reform behind an entry, as far as anybody asked (`checkers.lineage_at`)."""
+        """Number of the reform behind an entry, as far as anybody asked (`chaincheckers.lineage_at`)."""
         self.lineage = 0
         """Of what is durable."""
         self.film: deque[str] = deque(maxlen=FILM_LINES)

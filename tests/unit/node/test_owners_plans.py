@@ -15,11 +15,11 @@ import pytest
 from geo_diloco.errors import ConfigError, InviteError, ManifestError, RemoteProtocolError, RunDirError
 from geo_diloco.manifest import CodecSpec, PeerId, RunId, RunManifest
 from geo_diloco.node import handing_over, owning
-from geo_diloco.node.amending import _changes, _named, _warnings
+from geo_diloco.node.amending import _changes, _named, _wanted, _warnings
 from geo_diloco.node.handing_over import _named as _to
 from geo_diloco.node.handing_over import hand_over
 from geo_diloco.node.owning import _check_status, finding, owned, wait_syncer
-from geo_diloco.node.reforming import ALL_LIVE, Intended, _intended, _present, _served
+from geo_diloco.node.reforming import ALL_LIVE, Intended, _claim, _intended, _present
 from geo_diloco.observability import Counters, status_json
 from geo_diloco.protocol.amendments import Changes
 from geo_diloco.runtime.identity import Identity
@@ -140,8 +140,12 @@ def test_nothing_else_can_be_amended(setting: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("quorum=two", "--set quorum=two: a number is wanted"),
-        ("quorum=1.5", "a number is wanted"),
+        ("quorum=two", "--set quorum=two: a whole number is wanted"),
+        ("quorum=1.5", "a whole number is wanted"),
+        ("commits=1e6", "--set commits=1e6: a whole number is wanted"),
+        ("eta=much", "--set eta=much: a number is wanted"),
+        ("tokens=" + 5000 * "9", r"--set tokens=9{117}\.\.\.: a whole number is wanted"),
+        ("minutes=\x1b[31m3", r"--set minutes=\?\[31m3: a number is wanted"),
         ("grace=maybe", "on or off is wanted"),
         ("codec_up=int8:x", "a codec, as int8 or int8:64 is wanted"),
         ("codec_up_choices=bf16,int8:x", "codecs, as bf16,int8:64 is wanted"),
@@ -170,6 +174,21 @@ def test_a_value_that_no_manifest_may_have_is_refused(setting: str) -> None:
         changes(setting)
 
 
+def test_what_could_not_be_sent_is_refused_before_it_is_signed() -> None:
+    """A manifest may count further than a message."""
+    assert changes(f"tokens={(1 << 53) - 1}") == Changes(tokens=(1 << 53) - 1)
+    with pytest.raises(ConfigError, match=r"--set: tokens = 9007199254740992: 0 to 9\.\d+e\+15 is allowed"):
+        changes(f"tokens={1 << 53}")
+
+
+def test_two_values_of_one_name_contradict_each_other() -> None:
+    assert _wanted(["eta=0.5", "mu=0.5"]) == [("eta", "0.5"), ("mu", "0.5")]
+    with pytest.raises(ConfigError, match="--set eta: given 2 times, and an amendment has one value of it"):
+        _wanted(["eta=0.5", "mu=0.5", "outer.eta=0.6"])
+    with pytest.raises(ConfigError, match="nothing to amend"):
+        _wanted([])
+
+
 def test_a_run_whose_schedule_goes_by_the_token_budget_keeps_one() -> None:
     own = replace(MANIFEST, inner=replace(MANIFEST.inner, schedule_by="own"), stop=replace(MANIFEST.stop, tokens=100))
     with pytest.raises(ManifestError, match="schedule_by"):
@@ -192,6 +211,9 @@ def test_the_owner_is_known_by_a_run_directory_or_by_a_key(tmp_path: Path) -> No
         owned(invite, tmp_path / "none.pem")
     with pytest.raises(InviteError):
         owned(str(tmp_path / "nothing"), key)
+    (tmp_path / "invite.txt").write_text(invite[:-9])
+    with pytest.raises(RunDirError, match=r"invite\.txt is damaged: .*; give the invite itself, and --key"):
+        owned(str(tmp_path), None)
     (tmp_path / "invite.txt").unlink()
     with pytest.raises(RunDirError, match=r"no invite\.txt in it"):
         owned(str(tmp_path), None)
@@ -200,6 +222,10 @@ def test_the_owner_is_known_by_a_run_directory_or_by_a_key(tmp_path: Path) -> No
 def test_nobody_is_here_twice() -> None:
     found = _present({"u1": status(A, seq=3)}, {A: offer(A, seq=9)})
     assert list(found) == [PeerId(A)] and found[PeerId(A)].url == "u1"
+
+
+async def believe(*unused: Any, **unused_too: Any) -> None:
+    """Who serves is for `test_claims.py`."""
 
 
 def test_contacts_are_asked_besides_the_run_directorys_own_peer(
@@ -220,6 +246,7 @@ def test_contacts_are_asked_besides_the_run_directorys_own_peer(
     monkeypatch.setattr(owning, "visited_directory", shut)
     monkeypatch.setattr(owning, "manifest_from_bytes", lambda canonical: MANIFEST)
     monkeypatch.setattr(owning, "_check_status", lambda status, url: None)
+    monkeypatch.setattr(owning, "check_syncer", believe)
 
     async def go() -> None:
         async with samples.served(BlobStore(tmp_path / "blobs")) as it:
@@ -343,13 +370,11 @@ def serving(**changed: Any) -> dict[str, Any]:
     return facts | {"role": "syncer", "peer": A} | changed
 
 
-def test_a_run_that_is_served_needs_no_reform() -> None:
-    assert _served([status(D, seq=1), serving()]) == (
-        "aaaaaaaa serves the run, and 2 of 3 electors answer it, a majority"
-    )
+def test_who_serves_says_so_with_a_lease() -> None:
+    assert _claim(serving()) == "aaaaaaaa serves the run, and 2 of 3 electors answer it, a majority"
     lapsed = serving()
     lapsed["election"] |= {"lease_ms": -1}
-    assert _served([status(D, seq=1), lapsed, serving(role="follower")]) == ""
+    assert [_claim(said) for said in (status(D, seq=1), lapsed, serving(role="follower"))] == ["", "", ""]
 
 
 def test_electors_that_follow_are_not_called_gone_for_good() -> None:

@@ -33,7 +33,7 @@ def test_a_delivery_makes_it_begin_again() -> None:
     patience.awaited(ANN, 0)
     patience.take_changed(LIMIT)
     patience.awaited(ANN, LIMIT)
-    assert patience.is_over(ANN), "being awaited further does not"
+    assert patience.is_over(ANN) and patience.next_end is None, "being awaited further does not"
     patience.begin_again(ANN)
     assert not patience.is_over(ANN) and patience.take_changed(LIMIT) == [ANN] and patience.next_end is None
     patience.begin_again(ANN)

@@ -23,6 +23,7 @@ INTERVAL = Interval(steps=8, median_us=100_000, tokens_per_step=PER_STEP)
 
 def test_where_nobody_is_missing_a_merge_is_whole_to_the_bit() -> None:
     assert portion([0.1, 0.2, 0.3], []) == 1.0
+    assert portion([0.0], []) == 1.0, "of work that weighs nothing, too"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,8 @@ def test_who_is_twice_as_fast_weighs_twice_and_with_larger_batches_as_the_square
 def test_what_is_not_told_is_taken_for_usual_and_what_no_machine_does_is_not_believed() -> None:
     assert INTERVAL.span(0) == 8 and replace(INTERVAL, median_us=None).span(50_000) == 8
     assert INTERVAL.weight(Pace(0, 0, 100_000)) is None
+    assert INTERVAL.weight(Pace(0, 100, 100_000)) is None, "tokens without a step"
+    assert INTERVAL.weight(Pace(5, 0, 100_000)) is None, "steps without a token"
     assert INTERVAL.span(1) == 8 * 100
     batch = BATCH_FACTOR * PER_STEP
     assert INTERVAL.weight(Pace(1, 2**50, 100_000)) == pytest.approx(8 * batch**2)

@@ -80,7 +80,7 @@ def test_a_run_with_one_codec_says_nothing_and_one_with_several_waits_for_a_meas
     assert choose(None, INT8, (), link(0.1)) == Choice(INT8)
     assert choose(None, INT8, (INT8,), link(0.1)) == Choice(INT8)
     assert choose(None, INT4, (BF16,), link(0.0)) == Choice(INT4, "int4:64: nothing is measured yet")
-    assert choose(None, INT4, (BF16,), link(1.0, interval_ms=0)).codec == INT4
+    assert choose(None, INT4, (COARSE,), link(1.0, interval_ms=0)) == Choice(INT4, "int4:64: nothing is measured yet")
 
 
 def test_to_a_lossier_codec_at_once_and_back_only_with_room_several_times_in_a_row() -> None:

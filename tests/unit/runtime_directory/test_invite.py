@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from geo_diloco.errors import InviteError
 from geo_diloco.manifest import RunId
 from geo_diloco.runtime import invite as invite_module
-from geo_diloco.runtime.invite import Invite
+from geo_diloco.runtime.invite import Invite, place_of
 
 RUN = RunId("0123456789abcdef0123456789abcdef01234567")
 BOOTSTRAPS = (
@@ -103,3 +104,28 @@ def test_a_bad_invite_is_never_handed_out() -> None:
 
 def test_the_token_is_not_printed() -> None:
     assert "a token" not in repr(INVITE)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["missing", "gone/run", "gd/run", "", "loop", "file", "/dev/null", "x" * 5000],
+    ids=lambda where: repr(where[:20]),
+)
+def test_what_is_neither_a_folder_nor_an_invite_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Most who mistype a folder have no invite to paste."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InviteError, match=r"^'[^']{0,60}' is neither a folder on this machine nor an invite, gd1-"):
+        place_of(where)
+
+
+def test_an_invite_that_is_cut_is_told_as_that(tmp_path: Path) -> None:
+    assert place_of(str(tmp_path)) == tmp_path
+    whole = INVITE.to_string()
+    assert place_of(f" {whole} ") == INVITE
+    for cut in (whole[:-7], "gd2-abc"):
+        with pytest.raises(InviteError, match=r"^invite: "):
+            place_of(cut)
