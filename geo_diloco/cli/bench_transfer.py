@@ -25,13 +25,14 @@ from geo_diloco.protocol.messages import BlobRef, Envelope
 from geo_diloco.runtime.bulk import CONTROLS, Bulk, Lanes
 from geo_diloco.runtime.contacts import Contacts
 from geo_diloco.runtime.control import ControlLink
+from geo_diloco.runtime.fetch import Source, fetch_blob
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, fetch_snapshot, make_session, read_small
 from geo_diloco.runtime.shaping import Shaper
 from geo_diloco.runtime.sockets import congestion_granted
 from geo_diloco.runtime.store import BlobStore, blob_ref
-from geo_diloco.runtime.transfer import Source, fetch_blob, upload_blob
+from geo_diloco.runtime.upload import upload_blob
 from geo_diloco.runtime.wire import Order, Signed, open_snapshot, url_from_address
 
 ASK_EVERY_S = 0.05

@@ -20,11 +20,11 @@ from geo_diloco.observability import EventLog
 from geo_diloco.protocol.messages import BlobRef, Snapshot
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.donor import MIRRORS_AT_ONCE
+from geo_diloco.runtime.fetch import Source, fetch_blob
 from geo_diloco.runtime.pieces import piece_size
 from geo_diloco.runtime.session import fetch_snapshot
 from geo_diloco.runtime.snapshots import SAVE_EVERY_COMMITS
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.transfer import Source, fetch_blob
 from geo_diloco.runtime.wire import Signed, open_snapshot
 
 ASKED_MAX = 8

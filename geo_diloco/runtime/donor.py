@@ -19,9 +19,10 @@ from geo_diloco.errors import RemoteProtocolError, TransferError
 from geo_diloco.manifest import PeerId
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.bulk import Bulk
+from geo_diloco.runtime.fetch import NobodyLeftError, Source, fetch_blob
 from geo_diloco.runtime.session import TransferRefused, fetch_entries, fetch_snapshot
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.transfer import NobodyLeftError, Source, There, fetch_blob, upload_blob
+from geo_diloco.runtime.upload import There, upload_blob
 from geo_diloco.runtime.wire import Signed, url_from_address
 
 KNOWN_MAX = 1024

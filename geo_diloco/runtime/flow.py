@@ -4,7 +4,7 @@ There is one queue of missing bytes; each way (to one address) takes runs of the
 What a run that breaks off has not moved goes back, for whoever is next. A way that stalls, fails or lies is out
 of this transfer and rests from others while there is somebody else; while it is the only one it is tried again for as
 long as that moves anything. Near the end whoever has nothing to do takes over from whoever is far slower. The transfer
-fails when no way is left. What a way really does (HTTP, up or down) is `transfer.py`'s matter.
+fails when no way is left. What a way really does (HTTP, up or down) is `upload.py`'s and `fetch.py`'s matter.
 """
 
 from __future__ import annotations

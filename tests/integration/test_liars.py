@@ -33,7 +33,7 @@ from geo_diloco.runtime.control import ControlLink, connect_control
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, fetch_entries, fetch_manifest, make_session
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.transfer import upload_blob
+from geo_diloco.runtime.upload import upload_blob
 from geo_diloco.runtime.wire import Signed, open_entry, seal_envelope
 
 from .test_run import Run, check_agreement

@@ -19,12 +19,13 @@ from geo_diloco.errors import TransferError
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import answers, flow
 from geo_diloco.runtime.bulk import CONTROLS, Bulk, Lanes
+from geo_diloco.runtime.fetch import Source, fetch_blob
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import make_session
 from geo_diloco.runtime.sockets import bytes_acked, congestion_in_use
 from geo_diloco.runtime.store import BlobStore, blob_ref
-from geo_diloco.runtime.transfer import Source, fetch_blob, upload_blob
+from geo_diloco.runtime.upload import upload_blob
 from tests.unit.runtime.samples import RememberingPort, bytes_of
 
 DATA = bytes_of(600_000, 3)

@@ -29,11 +29,12 @@ from typing import Any
 from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.bulk import Bulk, Lanes
+from geo_diloco.runtime.fetch import Source, fetch_blob
 from geo_diloco.runtime.http import HttpServer
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.session import Session, make_session, read_small
 from geo_diloco.runtime.store import BlobStore
-from geo_diloco.runtime.transfer import Source, fetch_blob, upload_blob
+from geo_diloco.runtime.upload import upload_blob
 from tests.support.namespaces import Namespaces, why_no_namespaces
 from tests.unit.runtime.samples import RememberingPort
 

@@ -15,6 +15,7 @@ from geo_diloco.errors import TransferError
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import flow
 from geo_diloco.runtime.bulk import Bulk
+from geo_diloco.runtime.fetch import NobodyLeftError, Source, _Fetch, _FetchJob, fetch_blob
 from geo_diloco.runtime.flow import Flow
 from geo_diloco.runtime.routes import Routes
 from geo_diloco.runtime.runs import Seat
@@ -22,7 +23,7 @@ from geo_diloco.runtime.session import TransferRefused, make_session
 from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStore, blob_ref, piece_digests
 from geo_diloco.runtime.streams import Climb
-from geo_diloco.runtime.transfer import NobodyLeftError, Source, _Fetch, _FetchJob, _Move, fetch_blob
+from geo_diloco.runtime.transfer import Move
 
 from .samples import Served, bytes_of, served
 
@@ -173,7 +174,7 @@ def test_a_piece_that_is_sent_alone_is_none_of_the_others_business(tmp_path: Pat
     async def talk(bulk: Bulk, donors: list[Served], mine: BlobStore) -> None:
         donors[0].store.put(BIG)
         mine.set_index(BIG_REF, b"".join(piece_digests(BIG)))
-        move = _Move(bulk, BIG_REF, mine, 1.0, Missing(len(BIG), [(0, len(BIG))]))
+        move = Move(bulk, BIG_REF, mine, 1.0, Missing(len(BIG), [(0, len(BIG))]))
         move.line = bulk.lanes.board.begin("it", "down", len(BIG))
         move.flow = Flow(move.missing, routes=bulk.routes)
         job = _FetchJob(move, has_index=True, begun=())

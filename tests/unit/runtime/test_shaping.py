@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from geo_diloco.runtime.board import IDLE_S, Board
 from geo_diloco.runtime.bulk import Bulk, Lanes
+from geo_diloco.runtime.fetch import NobodyLeftError, Source, fetch_blob
 from geo_diloco.runtime.quota import WRITE_EVERY_BYTES, Quota
 from geo_diloco.runtime.shaping import BURST_S, PORTION_BYTES, Bucket, Shaper
 from geo_diloco.runtime.store import BlobStore, blob_ref
-from geo_diloco.runtime.transfer import NobodyLeftError, Source, fetch_blob, upload_blob
+from geo_diloco.runtime.upload import upload_blob
 
 from .samples import RememberingPort, bytes_of, served
 

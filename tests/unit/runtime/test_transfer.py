@@ -11,14 +11,15 @@ import pytest
 from geo_diloco.errors import TransferError
 from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
-from geo_diloco.runtime import flow, transfer
+from geo_diloco.runtime import flow, transfer, upload
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.disk import StoreFullError
+from geo_diloco.runtime.fetch import NobodyLeftError, Source, fetch_blob
 from geo_diloco.runtime.routes import Route
 from geo_diloco.runtime.session import Deadline, Response, TransferRefused, asking
 from geo_diloco.runtime.spans import Missing
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStatus, BlobStore, blob_ref, piece_digests
-from geo_diloco.runtime.transfer import NobodyLeftError, Source, fetch_blob, upload_blob
+from geo_diloco.runtime.upload import upload_blob
 
 from .samples import Served, bytes_of, served
 
@@ -130,7 +131,7 @@ def test_a_large_blob_is_begun_with_one_request_which_also_tells_what_is_there(
     async def head(way: object) -> BlobStatus:
         raise AssertionError("on a link with a long way every question costs a part of a fragment")
 
-    monkeypatch.setattr(transfer._Upload, "_head", head)
+    monkeypatch.setattr(upload._Upload, "_head", head)
     half = BlobStore(tmp_path / "theirs")
     half.set_index(BIG_REF, BIG_INDEX)
     half.append_piece(BIG_REF, 1, 0, BIG[PIECE_BYTES : 2 * PIECE_BYTES])
@@ -151,13 +152,13 @@ def test_a_new_blob_of_few_pieces_is_sent_without_a_question_and_is_sent_before_
     async def ask(way: object) -> BlobStatus:
         raise AssertionError("on a link with a long way every question costs a part of a fragment")
 
-    monkeypatch.setattr(transfer._Upload, "_head", ask)
-    monkeypatch.setattr(transfer._Upload, "_put_index", ask)
+    monkeypatch.setattr(upload._Upload, "_head", ask)
+    monkeypatch.setattr(upload._Upload, "_put_index", ask)
     ref = mine.put(data)
 
     async def talk(it: Served) -> None:
         it.port.announce(ref)
-        sent, may_be_heard, check = asyncio.Event(), asyncio.Event(), transfer._check
+        sent, may_be_heard, check = asyncio.Event(), asyncio.Event(), transfer.check
         times: list[bool] = []
 
         async def late(response: Response) -> None:
@@ -168,7 +169,7 @@ def test_a_new_blob_of_few_pieces_is_sent_without_a_question_and_is_sent_before_
             times.append(may_be_heard.is_set())
             sent.set()
 
-        monkeypatch.setattr(transfer, "_check", late)
+        monkeypatch.setattr(upload, "check", late)
         uploading = asyncio.ensure_future(upload_blob(it.bulk, it.url, ref, mine, there="none", on_sent=on_sent))
         async with asyncio.timeout(10):
             await sent.wait()
@@ -184,7 +185,7 @@ def test_to_a_peer_that_knows_no_index_among_bytes_it_is_sent_by_itself(
     tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine.put(BIG)
-    monkeypatch.setattr(transfer, "INDEX_BROUGHT_HEADER", "X-Unheard-Of")
+    monkeypatch.setattr(upload, "INDEX_BROUGHT_HEADER", "X-Unheard-Of")
 
     async def talk(it: Served) -> None:
         it.port.announce(BIG_REF)
@@ -204,7 +205,7 @@ def test_uploads_that_follow_each_other_are_timed_by_what_the_link_does(monkeypa
         nonlocal now
         now = over_at
         bulk, nothing = cast("Bulk", None), Missing(0, [])
-        move = transfer._Move(bulk, SMALL_REF, cast("BlobStore", None), 1.0, nothing, num_moved=num_moved)
+        move = transfer.Move(bulk, SMALL_REF, cast("BlobStore", None), 1.0, nothing, num_moved=num_moved)
         move.began_at, move.sent_at = began_at, sent_at
         return move.upload_bytes_per_s(route)
 
@@ -349,7 +350,7 @@ def test_an_upload_waits_until_its_announcement_is_heard(
 def test_an_upload_that_is_never_announced_is_refused_for_good(
     tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "ANNOUNCE_WAIT_S", 0.05)
+    monkeypatch.setattr(upload, "ANNOUNCE_WAIT_S", 0.05)
     mine.put(SMALL)
 
     async def talk(it: Served) -> None:

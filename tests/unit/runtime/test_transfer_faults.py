@@ -19,9 +19,10 @@ from geo_diloco.errors import TransferError
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import flow, streams
 from geo_diloco.runtime.disk import StoreFullError
+from geo_diloco.runtime.fetch import Source, fetch_blob
 from geo_diloco.runtime.pieces import OpenBudget
 from geo_diloco.runtime.store import PIECE_BYTES, BlobStore, blob_ref, piece_digests
-from geo_diloco.runtime.transfer import Source, fetch_blob, upload_blob
+from geo_diloco.runtime.upload import upload_blob
 
 from .samples import Served, bytes_of, served
 

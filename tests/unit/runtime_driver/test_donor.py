@@ -15,10 +15,10 @@ from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime import donor as donor_module
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.donor import HEAD_START_S, KNOWN_MAX, MIRRORS_AT_ONCE, PATIENCE_S, Donors
+from geo_diloco.runtime.fetch import NobodyLeftError, Source
 from geo_diloco.runtime.routes import IN_VAIN_MAX
 from geo_diloco.runtime.session import TransferRefused
 from geo_diloco.runtime.store import BlobStore, blob_ref
-from geo_diloco.runtime.transfer import NobodyLeftError, Source
 
 ME, ANN, BOB = (PeerId(letter * 64) for letter in "abc")
 DATA = b"an update"
