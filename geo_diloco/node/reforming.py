@@ -215,10 +215,11 @@ async def _believed(
         tasks = {url: group.create_task(_shown(finder, run, url, status)) for url, status in statuses.items()}
     believed: dict[str, Mapping[str, Any]] = {}
     for url, task in tasks.items():
-        if isinstance(task.result(), RemoteProtocolError | RefusedError):
-            finder.why_not = f"{url} is left out: {task.result()}"
+        shown = task.result()
+        if isinstance(shown, RemoteProtocolError | RefusedError):
+            finder.why_not = f"{url} is left out: {shown}"
         else:
-            believed[url] = task.result()
+            believed[url] = shown
     return believed
 
 

@@ -157,6 +157,14 @@ def test_who_claims_to_be_the_syncer_that_is_dead_can_not_sign_for_it(
         with pytest.raises(KeyNotShown, match=f"does not show (in 1 s )?that it is {SECOND.peer_id[:8]}"):
             await check(it, SECOND.peer_id)
 
+        async def show_an_entry(self: Any, link: ControlLink) -> None:
+            link.send(it.port.entries[-1].to_line())  # signed by SECOND, and anybody has it
+            await link.receive()
+
+        monkeypatch.setattr(http.HttpServer, "_serve", show_an_entry)
+        with pytest.raises(KeyNotShown):
+            await check(it, SECOND.peer_id)
+
     with_peer(tmp_path, go)
 
 

@@ -76,6 +76,12 @@ def test_what_was_measured_counts_more_than_what_is_usual() -> None:
     assert choose(Choice(INT4), INT4, (COARSE,), link(9.2)).codec == INT4
 
 
+def test_an_upload_that_takes_all_of_its_time_keeps_up() -> None:
+    for longer_ms, codec in ((0, INT4), (1, COARSE)):
+        tight = Link(bytes_per_s=1_000, interval_ms=30_000, num_elements=30_000 + longer_ms, measured={INT4: 8_000})
+        assert choose(Choice(INT4), INT4, (COARSE,), tight).codec == codec
+
+
 def test_a_run_with_one_codec_says_nothing_and_one_with_several_waits_for_a_measurement() -> None:
     assert choose(None, INT8, (), link(0.1)) == Choice(INT8)
     assert choose(None, INT8, (INT8,), link(0.1)) == Choice(INT8)
