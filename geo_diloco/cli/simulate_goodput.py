@@ -26,7 +26,8 @@ LEARNERS_MAX = 1024
 SEEDS_MAX = 1000
 EVENTS_MAX = 2e6
 """Of one lane: arrays step so often. Some minutes."""
-PLAN_SECONDS, PLAN_SCALE = 600.0, 25.0
+PLAN_S, SCALE = 600.0, 25.0
+"""Of a plan, unless it is given."""
 QUESTIONS = ("--paper", "--calibrate", "--scavenge", "--bandwidth", "--fleet", "--from-tape")
 _SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "": 1.0}
 
@@ -62,16 +63,13 @@ def goodput(
         float, typer.Option(help="--from-tape: keep that share, its end, from the prediction, and compare with it.")
     ] = 0.0,
     write_plan: Annotated[Path | None, typer.Option(help="Failures as a plan for `simulate train --faults`.")] = None,
-    plan_seconds: Annotated[float, typer.Option(help="--write-plan: of the run; then it begins anew.")] = PLAN_SECONDS,
-    plan_scale: Annotated[
-        float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")
-    ] = PLAN_SCALE,
+    plan_seconds: Annotated[float, typer.Option(help="--write-plan: of the run; then it begins anew.")] = PLAN_S,
+    plan_scale: Annotated[float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")] = SCALE,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """What is left of the chips' time under failures, beside the paper's figures; what your own fleet comes to."""
-    _check_hold_out(hold_out, from_tape)
-    _check_plan(write_plan, (plan_scale, plan_seconds))
+    _check_parts(from_tape, hold_out, write_plan, (plan_scale, plan_seconds))
     kinds = (paper, calibrate, scavenge, bandwidth, fleet is not None, from_tape is not None)
     question = _question(dict(zip(QUESTIONS, kinds, strict=True)), with_systems=bool(chips or learners or mtbi_days))
     if plot is not None:
@@ -106,17 +104,15 @@ def goodput(
         _table(_systems(chips, learners, world), world, plot, as_json=as_json)
 
 
-def _check_hold_out(share: float, tape: Path | None) -> None:
-    _check("--hold-out", share, 0.0, 0.9)
-    if share and tape is None:
-        raise ConfigError(f"--hold-out {share:g}: it is for --from-tape; leave it out")
-
-
-def _check_plan(path: Path | None, scale_and_seconds: tuple[float, float]) -> None:
-    flags = ("--plan-scale", PLAN_SCALE, 0.001, 1e6), ("--plan-seconds", PLAN_SECONDS, 1, 1e6)
-    for value, (flag, usual, least, most) in zip(scale_and_seconds, flags, strict=True):
-        _check(flag, value, least, most)
-        if path is None and value != usual:
+def _check_parts(tape: Path | None, hold_out: float, plan: Path | None, scale_and_seconds: tuple[float, float]) -> None:
+    """What is part of another flag's question, and nothing without it."""
+    _check("--hold-out", hold_out, 0.0, 0.9)
+    if hold_out and tape is None:
+        raise ConfigError(f"--hold-out {hold_out:g}: it is for --from-tape; leave it out")
+    flags = ("--plan-scale", SCALE, 0.001), ("--plan-seconds", PLAN_S, 1.0)
+    for value, (flag, usual, least) in zip(scale_and_seconds, flags, strict=True):
+        _check(flag, value, least, 1e6)
+        if plan is None and value != usual:
             raise ConfigError(f"{flag} {value:g}: it is for --write-plan; leave it out")
 
 
