@@ -12,7 +12,8 @@ import asyncio
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
 from geo_diloco.manifest import WIRE_VERSION, BootId, BranchId, Digest, PeerId, RunId, Seq, Term
-from geo_diloco.protocol.messages import Entry, Envelope, Hello
+from geo_diloco.protocol.election.ballots import Rank
+from geo_diloco.protocol.messages import Envelope, Hello
 from geo_diloco.protocol.tail import TAIL_MAX
 from geo_diloco.runtime.control import connect_control
 from geo_diloco.runtime.identity import Identity, admission_proof
@@ -53,10 +54,12 @@ async def check_syncer(session: Session, url: str, peer: PeerId, *, invite: Invi
 
 
 async def check_head(
-    session: Session, url: str, signed: Signed, entry: Entry, *, run: RunId, founder: PeerId
+    session: Session, url: str, signed: Signed, rank: Rank, *, run: RunId, founder: PeerId
 ) -> Authority:
     """By the votes of electors, step by step from `found` on, whoever signed that entry served its term: else anybody
-    with an invite could make one up, and nobody could follow a reform on top of that. Returns what was shown."""
+    with an invite could make one up, and nobody could follow a reform on top of that. And it has that rank: else an
+    old entry could be called the highest, and gone back to. Returns what was shown."""
+    entry = open_entry(signed)
     authority = await _authority(session, url, run=run, founder=founder)
     seq = max(authority.seq + 1, entry.header.seq - TAIL_MAX)  # the newest terms may not be durable
     while seq <= entry.header.seq:
@@ -68,7 +71,14 @@ async def check_head(
             if is_of_proof(shown) and shown.header.seq <= entry.header.seq:
                 authority.add(each, shown)
     check_entry(signed, entry, authority)
+    shown_rank = Rank(authority.lineage, entry.header.term, entry.header.seq)
+    if shown_rank != rank:
+        raise RemoteProtocolError(f"{url} shows an entry of {_text(shown_rank)} and calls it {_text(rank)}")
     return authority
+
+
+def _text(rank: Rank) -> str:
+    return f"reform {rank.lineage}, term {rank.term}, seq {rank.seq}"
 
 
 async def _authority(session: Session, url: str, *, run: RunId, founder: PeerId) -> Authority:

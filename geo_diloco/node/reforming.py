@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from geo_diloco.errors import ConfigError, DirectoryError, RemoteProtocolError, TransferError
+from geo_diloco.errors import ConfigError, DirectoryError, RefusedError, RemoteProtocolError, TransferError
 from geo_diloco.manifest import BranchId, Digest, PeerId, Seq, Term
 from geo_diloco.node import owning
 from geo_diloco.node.claims import SHOW_S, KeyNotShown, check_head
@@ -212,41 +212,50 @@ async def _believed(
 ) -> dict[str, Mapping[str, Any]]:
     """Without those who show something else than they say: what they say of electors would count, too."""
     async with asyncio.TaskGroup() as group:
-        lies = {url: group.create_task(_contradiction(finder, run, url, status)) for url, status in statuses.items()}
-    for url, lie in lies.items():
-        if lie.result():
-            finder.why_not = f"{url} is left out: {lie.result()}"
-    return {url: status for url, status in statuses.items() if not lies[url].result()}
+        tasks = {url: group.create_task(_shown(finder, run, url, status)) for url, status in statuses.items()}
+    believed: dict[str, Mapping[str, Any]] = {}
+    for url, task in tasks.items():
+        shown = task.result()
+        if isinstance(shown, RemoteProtocolError | RefusedError):
+            finder.why_not = f"{url} is left out: {shown}"
+        else:
+            believed[url] = shown
+    return believed
 
 
-async def _contradiction(finder: Finder, run: Owned, url: str, status: Mapping[str, Any]) -> str:
-    """Asked twice: a chain may move on between two questions. Empty as well where it can't be told."""
-    said = ""
+async def _shown(
+    finder: Finder, run: Owned, url: str, status: Mapping[str, Any]
+) -> Mapping[str, Any] | RemoteProtocolError | RefusedError:
+    """Its status, with the roster that its chain shows; or what contradicts it. Asked twice, because a chain may move
+    on between two questions. What can't be told it is believed."""
     for pause_s in (0.0, DOUBT_S):
         await asyncio.sleep(pause_s)
-        said = ""
-        if _claim(status):
-            doubt = await finder.doubt(owning.Found(url=url, status=dict(status)))
-            said = "" if doubt is None or isinstance(doubt, TransferError) else str(doubt)
-        if not (said := said or await _false_head(finder, run, url, status["election"]["best"])):
-            return ""
-    return said
+        try:
+            if _claim(status):
+                doubt = await finder.doubt(owning.Found(url=url, status=dict(status)))
+                if isinstance(doubt, RemoteProtocolError | RefusedError):
+                    raise doubt
+            roster = await _roster_shown(finder, run, url, status["election"]["best"])
+        except (RemoteProtocolError, RefusedError) as exc:
+            lie = exc
+            continue
+        return status if roster is None else {**status, "election": {**status["election"], "roster": roster}}
+    return lie
 
 
-async def _false_head(finder: Finder, run: Owned, url: str, best: Sequence[Any]) -> str:
-    """Why the head that a peer claims is none of this run; empty if it is, or it shows another by now, or nothing."""
+async def _roster_shown(finder: Finder, run: Owned, url: str, best: Sequence[Any]) -> list[str] | None:
+    """In force at the head that it claims; none if it shows another head by now, or nothing. Raises
+    RemoteProtocolError if that head is none of this run, or not of that rank: the highest is gone on with."""
     try:
         async with asyncio.timeout(SHOW_S):
             signed = await _entry_at(finder, url, max(0, best[2]))
             if signed is None or signed.digest != best[3]:
-                return ""
-            entry = open_entry(signed)
-            await check_head(finder.session, url, signed, entry, run=run.run, founder=run.identity.peer_id)
+                return None
+            founder = run.identity.peer_id
+            authority = await check_head(finder.session, url, signed, Rank(*best[:3]), run=run.run, founder=founder)
     except (TimeoutError, TransferError):
-        return ""
-    except RemoteProtocolError as exc:
-        return str(exc)
-    return ""
+        return None
+    return [elector.peer for elector in authority.rosters[-1][1]]
 
 
 # ---- what is intended --------------------------------------------------------------------------------------------
@@ -330,7 +339,8 @@ async def _signed(finder: Finder, run: Owned, intended: Intended) -> Signed:
             continue
         parent = open_entry(entry)
         try:
-            await check_head(finder.session, each.url, entry, parent, run=run.run, founder=run.identity.peer_id)
+            founder = run.identity.peer_id
+            await check_head(finder.session, each.url, entry, rank, run=run.run, founder=founder)
         except (TransferError, RemoteProtocolError) as exc:
             finder.why_not = str(exc)
             continue

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from geo_diloco.errors import RefusedError, RemoteProtocolError, TransferError
-from geo_diloco.manifest import BootId, Digest, PeerId, RunManifest, Term
+from geo_diloco.manifest import BootId, Digest, PeerId, RunManifest, Seq, Term
 from geo_diloco.node import claims, owning, reforming
 from geo_diloco.node.claims import KeyNotShown, check_head, check_syncer
 from geo_diloco.node.owning import Doubt, Finder, Found, Owned
-from geo_diloco.protocol.election.ballots import Refuse
-from geo_diloco.protocol.messages import Envelope, Hello
+from geo_diloco.node.reforming import Intended, Present
+from geo_diloco.protocol.election.ballots import Rank, Refuse
+from geo_diloco.protocol.messages import Envelope, Hello, Reform
 from geo_diloco.runtime import http
 from geo_diloco.runtime.control import ControlLink, greeting
 from geo_diloco.runtime.identity import Identity, admission_proof
@@ -24,9 +25,10 @@ from geo_diloco.runtime.invite import Invite
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.runtime.wire import Signed, open_entry, seal_envelope
 from tests.unit.runtime.samples import RUN, RememberingPort, Served, served
-from tests.unit.runtime.test_chain import BOOTS, FOUNDER, LIAR, SECOND, THIRD, Chain, handed_over, proof, reformed
+from tests.unit.runtime.test_chain import BOOTS, FOUNDER, LIAR, SECOND, THIRD, Chain, handed_over, proof, reformed, seat
 
 INVITE = Invite(run=RUN, bootstraps=("/ip4/127.0.0.1/tcp/1/p2p/Qm1",))
+OWNED = Owned(invite=INVITE, identity=FOUNDER, local_url="")
 
 
 @dataclass
@@ -155,28 +157,39 @@ def test_who_claims_to_be_the_syncer_that_is_dead_can_not_sign_for_it(
         with pytest.raises(KeyNotShown, match=f"does not show (in 1 s )?that it is {SECOND.peer_id[:8]}"):
             await check(it, SECOND.peer_id)
 
+        async def show_an_entry(self: Any, link: ControlLink) -> None:
+            link.send(it.port.entries[-1].to_line())  # signed by SECOND, and anybody has it
+            await link.receive()
+
+        monkeypatch.setattr(http.HttpServer, "_serve", show_an_entry)
+        with pytest.raises(KeyNotShown):
+            await check(it, SECOND.peer_id)
+
     with_peer(tmp_path, go)
 
 
 # ---- heads
 
 
-def head_of(chain: Chain) -> tuple[Any, Any]:
-    return chain.entries[-1], open_entry(chain.entries[-1])
+def rank_of(chain: Chain, lineage: int = 0) -> Rank:
+    header = open_entry(chain.entries[-1]).header
+    return Rank(lineage, header.term, header.seq)
 
 
 def test_a_head_is_of_the_run_if_whoever_was_elected_signed_it(tmp_path: Path) -> None:
-    async def shows(it: Served, chain: Chain, durable: int, *more: Signed, gone: int = 0) -> None:
+    async def shows(
+        it: Served, chain: Chain, durable: int, *more: Signed, gone: int = 0, rank: Rank | None = None
+    ) -> None:
         it.port.entries = [*chain.entries[: len(chain.entries) - gone], *more]
         shown = proof(chain)[:durable]
         it.port.proof = lambda first, limit: shown[first : first + limit]  # type: ignore[method-assign]
-        signed, entry = head_of(chain)
-        await check_head(it.session, it.url, signed, entry, run=RUN, founder=FOUNDER.peer_id)
+        signed, rank = chain.entries[-1], rank or rank_of(chain)
+        await check_head(it.session, it.url, signed, rank, run=RUN, founder=FOUNDER.peer_id)
 
     async def go(it: Served) -> None:
         await shows(it, handed_over().record(2, SECOND), 4)
         await shows(it, handed_over().record(2, SECOND), 2)  # the newest terms are not durable there
-        await shows(it, reformed(), 4)
+        await shows(it, reformed(), 4, rank=rank_of(reformed(), 1))
         await shows(it, handed_over(), 3)  # it is itself what is not durable
         later = handed_over().record(2, SECOND).open(3, LIAR, (SECOND,))
         await shows(it, handed_over().record(2, SECOND), 2, later.entries[-1])  # what comes after it is not asked
@@ -250,9 +263,11 @@ class Asked:
         return self.doubts[found.url]
 
 
-def claim(lease_ms: int = 4000, peer: str = "a" * 64, digest: str = "d" * 64) -> dict[str, Any]:
+def claim(
+    lease_ms: int = 4000, peer: str = "a" * 64, digest: str = "d" * 64, rank: tuple[int, int, int] = (0, 2, 3)
+) -> dict[str, Any]:
     election = {"lease_ms": lease_ms, "roster": [peer], "electors": [{"peer": peer, "here": True}]}
-    return {"role": "syncer", "peer": peer, "election": election | {"best": [0, 1, 5, digest]}}
+    return {"role": "syncer", "peer": peer, "election": election | {"best": [*rank, digest]}}
 
 
 def test_a_run_that_is_served_needs_no_reform_and_one_that_a_liar_serves_does() -> None:
@@ -268,44 +283,93 @@ def test_a_run_that_is_served_needs_no_reform_and_one_that_a_liar_serves_does() 
     )
 
 
-def test_who_shows_something_else_than_he_says_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def believed(monkeypatch: pytest.MonkeyPatch, finder: Any, **statuses: dict[str, Any]) -> dict[str, Any]:
+    """All have the chain of `handed_over`, and show it, but the forger and who says nothing."""
     monkeypatch.setattr(reforming, "DOUBT_S", 0.0)
-    honest, second = Chain().found(), handed_over().record(2, LIAR)
-    heads = {"honest": honest.entries[-1], "forger": second.entries[-1], "moved on": honest.entries[-1], "gone": None}
+    entries = handed_over().entries
 
-    async def entry_at(finder: Any, url: str, seq: int) -> Any:
-        return heads.get(url, heads["honest"])
+    async def fetch_entries(session: Any, url: str, from_seq: int, *, limit: int = 256) -> list[Signed]:
+        return [] if url == "gone" else entries[from_seq : from_seq + limit]
 
-    async def look(session: Any, url: str, signed: Any, entry: Any, *, run: Any, founder: Any) -> None:
-        if url in ("forger", "silent"):
-            raise {"forger": RemoteProtocolError("not proven"), "silent": TransferError("no answer")}[url]
+    async def fetch_proof(session: Any, url: str, *, entries_max: int) -> list[Signed]:
+        if url == "silent":
+            raise TransferError("no answer")
+        return entries[1:] if url == "forger" else entries[:2]
 
-    monkeypatch.setattr(reforming, "_entry_at", entry_at)
-    monkeypatch.setattr(reforming, "check_head", look)
-    finder: Any = Asked(liar=RemoteProtocolError("it does not serve"), unclear=TransferError("busy"))
-    run = Owned(invite=INVITE, identity=FOUNDER, local_url="")
-    statuses: dict[str, Any] = {
-        "honest": claim(0, digest=honest.entries[-1].digest),
-        "forger": claim(0, digest=second.entries[-1].digest),
-        "moved on": claim(0, digest=Digest("9" * 64)),
-        "gone": claim(0),
-        "silent": claim(0, digest=honest.entries[-1].digest),
-        "liar": claim(digest=honest.entries[-1].digest),
-        "unclear": claim(digest=honest.entries[-1].digest),
+    monkeypatch.setattr(claims, "fetch_entries", fetch_entries)
+    monkeypatch.setattr(claims, "fetch_proof", fetch_proof)
+    monkeypatch.setattr(reforming, "fetch_entries", fetch_entries)
+    return asyncio.run(reforming._believed(finder, OWNED, statuses))
+
+
+def test_who_shows_something_else_than_he_says_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = handed_over().entries[-1].digest
+    statuses = {
+        "honest": claim(0, digest=head),
+        "forger": claim(0, digest=head),
+        "moved": claim(0, digest=Digest("9" * 64)),
+        "gone": claim(0, digest=head),
+        "silent": claim(0, digest=head),
+        "liar": claim(digest=head),
+        "unclear": claim(digest=head),
     }
-    believed = asyncio.run(reforming._believed(finder, run, statuses))
-    assert set(statuses) - set(believed) == {"forger", "liar"}
+    finder: Any = Asked(liar=RemoteProtocolError("it does not serve"), unclear=TransferError("busy"))
+    found = believed(monkeypatch, finder, **statuses)
+    assert set(statuses) - set(found) == {"forger", "liar"}
     assert "liar is left out: peer unknown: it does not serve" in finder.why_not
+
+
+@pytest.mark.parametrize("rank", [(1, 2, 3), (0, 3, 3), (0, 1, 3)])
+def test_an_old_entry_is_not_gone_back_to_because_somebody_calls_it_the_highest(
+    monkeypatch: pytest.MonkeyPatch, rank: tuple[int, int, int]
+) -> None:
+    """The head of highest rank is what a reform goes on from: all that came after it is abandoned."""
+    head = handed_over().entries[-1].digest
+    liar = claim(0, digest=head, rank=rank)
+    finder: Any = Asked()
+    assert list(believed(monkeypatch, finder, honest=claim(0, digest=head), liar=liar)) == ["honest"]
+    assert "shows an entry of reform 0, term 2, seq 3 and calls it reform" in finder.why_not
+
+
+def test_electors_are_those_of_the_chain_and_not_those_that_a_peer_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a roster of one's own all electors are here, or gone, as one likes."""
+    head = handed_over().entries[-1].digest
+    finder: Any = Asked()
+    found = believed(monkeypatch, finder, liar=claim(0, digest=head), silent=claim(0, digest=head))
+    assert found["liar"]["election"]["roster"] == [FOUNDER.peer_id, SECOND.peer_id, THIRD.peer_id]
+    assert found["silent"]["election"]["roster"] == ["a" * 64]
 
 
 def test_a_chain_that_moves_on_between_two_questions_makes_no_liar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reforming, "DOUBT_S", 0.0)
-    answers = iter(["not proven", ""])
+    answers: list[list[str] | None] = []
 
-    async def false_head(finder: Any, run: Any, url: str, best: Any) -> str:
-        return next(answers)
+    async def roster_shown(finder: Any, run: Any, url: str, best: Any) -> list[str] | None:
+        answers.append(None)
+        if len(answers) == 1:
+            raise RemoteProtocolError("not proven")
+        return None
 
-    monkeypatch.setattr(reforming, "_false_head", false_head)
+    monkeypatch.setattr(reforming, "_roster_shown", roster_shown)
     finder: Any = Asked()
-    run = Owned(invite=INVITE, identity=FOUNDER, local_url="")
-    assert asyncio.run(reforming._contradiction(finder, run, "u", claim(0))) == ""
+    status = claim(0)
+    assert asyncio.run(reforming._shown(finder, OWNED, "u", status)) == status
+    assert len(answers) == 2
+
+
+def test_a_reform_is_signed_on_what_was_shown_and_on_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = handed_over().entries[-1].digest
+    finder: Any = Asked()
+    believed(monkeypatch, finder)
+
+    def signed(rank: Rank, *urls: str) -> Signed:
+        roster = tuple(Present(elector=seat(THIRD), held=rank, url=url, head=(rank, head)) for url in urls)
+        intended = Intended(parent=(rank, head), lineage=1, roster=roster, gone=(), num_old=3)
+        return asyncio.run(reforming._signed(finder, OWNED, intended))
+
+    rank = Rank(0, Term(2), Seq(3))
+    reform = open_entry(signed(rank, "gone", "forger", "honest"))
+    assert isinstance(reform, Reform) and (reform.header.prev, reform.header.seq) == (head, 4)
+    for wrong, url in ((rank._replace(lineage=1), "honest"), (rank, "forger"), (rank, "gone")):
+        with pytest.raises(TransferError, match=r"nobody shows entry 3 as one of this run: .*--electors may name"):
+            signed(wrong, url)

@@ -240,7 +240,7 @@ def test_an_amendment_is_appended_once(it: Obeying) -> None:
     assert [type(event) for event in it.fed] == [AmendmentAsked]
     assert it.core.rules.outer.eta == 0.5
     assert it.amend(it.wish()) == "amendment 1 is in force"
-    assert len(it.fed) == 1
+    assert len(it.fed) == 1 and it.notes == ["the run's owner wants amendment 1"]
 
 
 @pytest.mark.parametrize(

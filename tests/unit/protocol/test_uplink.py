@@ -76,6 +76,21 @@ def test_what_was_measured_counts_more_than_what_is_usual() -> None:
     assert choose(Choice(INT4), INT4, (COARSE,), link(9.2)).codec == INT4
 
 
+def test_an_upload_that_takes_all_of_its_time_keeps_up() -> None:
+    for longer_ms, codec in ((0, INT4), (1, COARSE)):
+        taken = {INT8: 16_000, INT4: 8_000}
+        tight = Link(bytes_per_s=1_000, interval_ms=30_000, num_elements=30_000 + longer_ms, measured=taken)
+        assert choose(Choice(INT4), INT4, (COARSE,), tight).codec == codec
+        assert choose(Choice(INT8), INT4, (INT8, COARSE), tight).codec == codec, "of a lossier one, too"
+
+
+def test_four_fifths_of_the_time_are_room() -> None:
+    for longer_ms, streak in ((0, 1), (1, 0)):
+        taken = {BF16: 8_000, INT4: 4_000}
+        roomy = Link(bytes_per_s=1_000, interval_ms=30_000, num_elements=24_000 + longer_ms, measured=taken)
+        assert choose(Choice(INT4), INT4, (BF16,), roomy).streak == streak
+
+
 def test_a_run_with_one_codec_says_nothing_and_one_with_several_waits_for_a_measurement() -> None:
     assert choose(None, INT8, (), link(0.1)) == Choice(INT8)
     assert choose(None, INT8, (INT8,), link(0.1)) == Choice(INT8)
