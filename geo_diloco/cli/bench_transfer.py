@@ -187,9 +187,9 @@ class _Ends:
 
     async def transfer(self) -> None:
         if self.direction == "up":
-            await upload_blob(self.bulk, self.url, self.ref, self.store)
+            await upload_blob(self.bulk, self.url, self.ref, self.store, there="none")
         else:
-            await fetch_blob(self.bulk, [Source(self.url)], self.ref, self.store)
+            await fetch_blob(self.bulk, [Source(self.url, has_all=True)], self.ref, self.store)
 
     async def transfer_with_cuts(self, cuts: int) -> None:
         """The link is cut at even distances."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
 from aiohttp import web
 
-from geo_diloco.errors import BlobError
+from geo_diloco.errors import BlobError, RemoteProtocolError
 from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.answers import WRITE_BYTES, Refusal, check_length, number, read_body, write_answer
@@ -24,12 +23,16 @@ from geo_diloco.runtime.door import address_of
 from geo_diloco.runtime.pieces import (
     COMPLETE_HEADER,
     INDEX_BROUGHT_HEADER,
+    INDEX_BROUGHT_PIECES_MAX,
+    INDEX_WANTED_HEADER,
     PIECE_BYTES,
     PIECE_DIGEST_BYTES,
     SIZE_HEADER,
     IndexMissingError,
     by_piece,
+    header_from_index,
     headers_from_status,
+    index_from_header,
     num_pieces,
     piece_range,
 )
@@ -123,6 +126,9 @@ class BlobDoor:
             if not held.issuperset(span.pieces()):
                 raise BlobError(f"not all of pieces {request.match_info['pieces']} are held")
             begin = await asyncio.to_thread(self._store.read_piece, ref, (span.begin + first) // PIECE_BYTES)
+            if INDEX_WANTED_HEADER in request.headers and num_pieces(ref.size) <= INDEX_BROUGHT_PIECES_MAX:
+                index = await asyncio.to_thread(self._store.index, ref)
+                headers[INDEX_BROUGHT_HEADER] = header_from_index(index)
         parts = self._parts(ref, Span(span.begin + first, span.begin + last + 1), begin)
         headers["Content-Length"] = str(last + 1 - first)
         return await self._send(request, ref, parts, status=status, headers=headers)
@@ -199,9 +205,9 @@ class BlobDoor:
     async def _take_index(self, ref: BlobRef, text: str) -> None:
         """Which came along with bytes, to save a round trip."""
         try:
-            index = b64decode(text, validate=True)
-        except ValueError as exc:
-            raise Refusal(400, "bad-index", "piece digests wanted in base64") from exc
+            index = index_from_header(text)
+        except RemoteProtocolError as exc:
+            raise Refusal(400, "bad-index", str(exc)) from exc
         with _not_taken():
             await asyncio.to_thread(self._store.set_index, ref, index)
 

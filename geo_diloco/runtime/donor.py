@@ -153,10 +153,10 @@ class Donors:
         if not syncer:
             return [Source(url) for url in others]
         if self._is_mirror:
-            return [Source(syncer), *(Source(url, delay_s=PATIENCE_S) for url in others)]
+            return [Source(syncer, has_all=True), *(Source(url, delay_s=PATIENCE_S) for url in others)]
         hopeful = {url for url in others if routes.to(url).is_worth_waiting_for and not routes.is_resting(url)}
         mirrors = [Source(url, patience_s=PATIENCE_S if url in hopeful else 0.0) for url in others]
-        return [*mirrors, Source(syncer, delay_s=HEAD_START_S if hopeful else 0.0)]
+        return [*mirrors, Source(syncer, delay_s=HEAD_START_S if hopeful else 0.0, has_all=True)]
 
     async def signed_snapshots(self) -> list[Signed]:
         """Newest of whoever answers, not verified; the syncer's first. Raises TransferError if there is none."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 from geo_diloco.errors import BlobError, TransferError
 from geo_diloco.protocol.messages import BlobRef
@@ -18,14 +19,19 @@ from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.disk import StoreFullError
 from geo_diloco.runtime.pieces import (
     HELD_HEADER,
+    INDEX_BROUGHT_HEADER,
+    INDEX_BROUGHT_PIECES_MAX,
+    INDEX_WANTED_HEADER,
     PIECE_DIGEST_BYTES,
     by_piece,
     check_size,
+    index_from_header,
     num_pieces,
     piece_range,
     status_from_headers,
 )
 from geo_diloco.runtime.ranges import num_bytes
+from geo_diloco.runtime.runs import NotYetError, UnaskedError
 from geo_diloco.runtime.session import STALL_S, Deadline, Response, TransferRefused, asking, read_bounded
 from geo_diloco.runtime.spans import Missing, Report, Span
 from geo_diloco.runtime.store import BlobStore
@@ -54,6 +60,8 @@ class Source:
     """A reserve: asked when the others were of little use for so long."""
     patience_s: float = 0.0
     """How long it is waited for what it hasn't got yet."""
+    has_all: bool = False
+    """By all we know: it is asked for bytes at once, and they bring the index along."""
 
 
 async def fetch_blob(
@@ -143,8 +151,14 @@ class _Fetch:
         self._job = job
         self._m = job.move
         self._was_wrong = False
+        self._may_begin = source.has_all and num_pieces(self._m.ref.size) <= INDEX_BROUGHT_PIECES_MAX
+        """Without a question, once."""
+        self._is_unasked = False
 
     async def open(self) -> Collection[int] | None:
+        self._is_unasked, self._may_begin = self._may_begin, False
+        if self._is_unasked:
+            return None
         if not self._job.has_index:  # asked of all: whoever was asked first may be cut off
             return await self._get_index()
         if num_pieces(self._m.ref.size) == 1:
@@ -196,12 +210,16 @@ class _Fetch:
         if is_alone := not self._job.alone.isdisjoint(span.pieces()) and span.num_bytes == size:
             await asyncio.to_thread(m.store.drop_open, m.ref, span.pieces()[0])
             self._job.brought_by.pop(span.pieces()[0], None)
+        if not self._job.has_index:
+            headers[INDEX_WANTED_HEADER] = "1"
+        is_unasked, asked_at = self._is_unasked, monotonic()
         async with (
             asking(url),
             Deadline(m.stall_s) as deadline,
             m.bulk.session.get(url, headers=headers, allow_redirects=False) as response,
         ):
-            await check(response)
+            await self._check_bytes(response, is_unasked=is_unasked)
+            m.bulk.routes.to(self.url).answered(monotonic() - asked_at)
             at, expected = (span.begin - first, size) if response.status == 200 else (span.begin, span.num_bytes)
             if response.content_length != expected:
                 raise TransferRefused(f"{url} answers {response.content_length} bytes, wanted {expected}")
@@ -211,6 +229,24 @@ class _Fetch:
                 m.bulk.counters.bulk_in += len(chunk)
                 m.moved(self, len(chunk), span)
                 at = await self._keep(at, chunk, is_alone=is_alone)
+
+    async def _check_bytes(self, response: Response, *, is_unasked: bool) -> None:
+        """That they come, and can be checked."""
+        try:
+            await check(response)
+        except NotYetError as exc:
+            if is_unasked:
+                raise UnaskedError(str(exc)) from exc
+            raise
+        if self._job.has_index:
+            return
+        text = response.headers.get(INDEX_BROUGHT_HEADER)
+        if text is None:
+            raise UnaskedError(f"{response.url} answers without the piece digests")
+        index = index_from_header(text)
+        async with self._job.keeping_index:
+            if not self._job.has_index:
+                await self._keep_index(index)
 
     def _held_back(self, span: Span, deadline: Deadline) -> None:
         deadline.touch()

@@ -17,7 +17,7 @@ from typing import Any
 
 from geo_diloco.errors import RemoteProtocolError, TransferError
 from geo_diloco.runtime.routes import Routes
-from geo_diloco.runtime.runs import NotYetError, Run, Seat, Way
+from geo_diloco.runtime.runs import NotYetError, Run, Seat, UnaskedError, Way
 from geo_diloco.runtime.session import StallError, TransferRefused
 from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.streams import STREAMS_MAX, Climb, window_s
@@ -305,7 +305,9 @@ class Flow:
         if failure is None:
             seat.must_open = True  # taken over; what has come of it is asked before anything is sent again
             return
-        if isinstance(failure, NotYetError):
+        if isinstance(failure, UnaskedError):
+            seat.must_open = True
+        elif isinstance(failure, NotYetError):
             self._wait_for_it(seat, failure)
         elif isinstance(failure, TransferError) and not isinstance(failure, TransferRefused):
             self._strike(seat, failure)

@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,8 +124,10 @@ HELD_HEADER = "X-Blob-Held"
 UNVERIFIED_HEADER = "X-Blob-Unverified"
 INDEX_BROUGHT_HEADER = "X-Blob-Piece-Digests"
 """With bytes that are sent: the index, in base64, for a receiver that may not have it."""
-INDEX_BROUGHT_PIECES_MAX = 32
-"""A longer index is sent by itself: a header has its limits, and beside so much a round trip is nothing."""
+INDEX_WANTED_HEADER = "X-Blob-Piece-Digests-Wanted"
+"""With a question for bytes: the answer may bring the index along."""
+INDEX_BROUGHT_PIECES_MAX = 128
+"""A longer index is sent by itself: a header has at most 8 KB, and beside so much a round trip is nothing."""
 COMPLETE_HEADER = "X-Blob-Complete"
 """In the answer to bytes that came: all of the blob is there now."""
 _HEADER_CHARACTERS_MAX = 4000
@@ -175,6 +178,18 @@ def _split(ranges: str) -> Iterator[tuple[int, int]]:
     for part in filter(None, ranges.split(",")):
         first, last = part.split("-")
         yield int(first), int(last)
+
+
+def header_from_index(index: bytes) -> str:
+    return b64encode(index).decode("ascii")
+
+
+def index_from_header(text: str) -> bytes:
+    """Raises RemoteProtocolError if it is no base64."""
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as exc:
+        raise RemoteProtocolError("piece digests that are no base64") from exc
 
 
 # ---- blobs of which pieces are missing ---------------------------------------------------------------------------

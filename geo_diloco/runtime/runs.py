@@ -17,6 +17,10 @@ class NotYetError(TransferError):
     """The other side hasn't got it, or doesn't take it, and may before long. It is not blamed for that."""
 
 
+class UnaskedError(TransferError):
+    """It was taken to have all of it, and has not: how things stand there has to be asked after all."""
+
+
 class Way(Protocol):
     """One address, as a transfer uses it. Every method raises TransferError, `NotYetError` or TransferRefused."""
 

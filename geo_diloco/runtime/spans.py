@@ -17,6 +17,8 @@ from geo_diloco.runtime.ranges import Range, joined, num_bytes, without
 SPAN_BYTES_MAX = 16 << 20
 SPAN_BYTES_MIN = 64 << 10
 """Shorter ones would cost more in requests than they gain."""
+UNEVEN = 4
+"""So many times slower than the mean a stream may be and yet end with the others: under BBR some are."""
 SPAN_S = 2.0
 """What a span takes a stream, at most, unless the shortest takes longer."""
 
@@ -82,7 +84,8 @@ class Missing:
         at_least: int = SPAN_BYTES_MIN,
     ) -> Span | None:
         """For one of so many streams, of the pieces in `having` (None: of all); None if there is none. `bytes_per_s`:
-        of the one stream; while it is not known a span is one piece at most. `at_least`: what a stream has on its way.
+        of the one stream; while it is not known a span is one piece at most. `at_least`: what a stream has on its way,
+        unless its share of the rest is less.
 
         A piece that was begun comes first, because its bytes are held in memory.
         """
@@ -94,11 +97,12 @@ class Missing:
                 break
         if first is None:
             return None
-        most = min(SPAN_BYTES_MAX, self.num_bytes // (2 * max(1, num_streams)))
+        share = self.num_bytes // max(1, num_streams)
+        most = min(SPAN_BYTES_MAX, share // (UNEVEN if num_streams > 1 else 2))
         most = min(most, int(SPAN_S * bytes_per_s) if bytes_per_s else PIECE_BYTES)
         begin, end = first
         if not self._alone.intersection(Span(begin, end).pieces()):
-            end = _end_of(begin, end, max(SPAN_BYTES_MIN, at_least, most))
+            end = _end_of(begin, end, max(SPAN_BYTES_MIN, min(at_least, share), most))
         self._free = without(self._free, [(begin, end)])
         self._taken.append(Span(begin, end))
         return self._taken[-1]

@@ -7,7 +7,6 @@ to both directions is in `transfer.py`.
 from __future__ import annotations
 
 import asyncio
-from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic
@@ -21,6 +20,7 @@ from geo_diloco.runtime.pieces import (
     INDEX_BROUGHT_HEADER,
     INDEX_BROUGHT_PIECES_MAX,
     BlobStatus,
+    header_from_index,
     num_pieces,
     piece_range,
     status_from_headers,
@@ -90,7 +90,7 @@ class _Upload:
         m, total = self._m, num_pieces(self._m.ref.size)
         unasked_max, self._unasked_max, self._brought = self._unasked_max, 0, ""
         if 1 <= total <= unasked_max:
-            self._brought = b64encode(await self._index()).decode() if total > 1 else ""
+            self._brought = header_from_index(await self._index()) if total > 1 else ""
             return
         moved_before = m.missing.moved_so_far
         status = await self._head() if total == 1 or self._asks_first else await self._put_index()

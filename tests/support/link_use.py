@@ -6,7 +6,8 @@ Two network namespaces (root) with a link between them that is as netem would ma
 paces each packet, since many kernels have no netem. Its queue holds 0.2 s of the rate, about what a home's router has,
 and loses the rest; packets are lost each way, acknowledgements too. iperf3 and our transfers take turns, under the same
 congestion control; iperf3's figure is what its receiver counts in about the time our blob takes, slow start included;
-ours has all of it: connections, index, last answer. Control is small questions on connections of their own.
+ours has all of it: connections, index, last answer. The blob is new to whoever takes it and whoever gives it has all of
+it, as between learner and syncer. Control is small questions on connections of their own.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ async def dial(folder: Path, congestion: str, ref: BlobRef, url: str, direction:
         took_ms.clear()
         began_at = time.monotonic()
         if direction == "up":
-            await upload_blob(bulk, url, ref, store)
+            await upload_blob(bulk, url, ref, store, there="none")
         elif direction == "down":
-            await fetch_blob(bulk, [Source(url)], ref, store)
+            await fetch_blob(bulk, [Source(url, has_all=True)], ref, store)
         else:
             await asyncio.sleep(IDLE_S)
         took_s = time.monotonic() - began_at

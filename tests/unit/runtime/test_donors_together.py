@@ -50,8 +50,8 @@ def with_donors(tmp_path: Path, number: int, talk: Talk) -> None:
     asyncio.run(run())
 
 
-def sources(donors: list[Served], **more: float) -> list[Source]:
-    return [Source(donor.url, **more) for donor in donors]
+def sources(donors: list[Served], *, has_all: bool = False, patience_s: float = 0.0) -> list[Source]:
+    return [Source(donor.url, has_all=has_all, patience_s=patience_s) for donor in donors]
 
 
 def test_all_of_them_give_some_and_nothing_comes_twice(tmp_path: Path) -> None:
@@ -140,6 +140,20 @@ def test_those_that_are_cut_off_hold_nobody_up(tmp_path: Path, monkeypatch: pyte
             await bulk.session.close()
 
     with_donors(tmp_path, 1, talk)
+
+
+def test_one_that_has_less_than_was_thought_gives_what_it_has(tmp_path: Path) -> None:
+    async def talk(bulk: Bulk, donors: list[Served], mine: BlobStore) -> None:
+        for donor, pieces in zip(donors, (range(20, 25), range(20)), strict=True):
+            donor.port.announce(BIG_REF)
+            donor.store.set_index(BIG_REF, b"".join(piece_digests(BIG)))
+            for i in pieces:
+                donor.store.append_piece(BIG_REF, i, 0, BIG[i * PIECE_BYTES : (i + 1) * PIECE_BYTES])
+        await fetch_blob(bulk, sources(donors, has_all=True), BIG_REF, mine)
+        assert mine.get(BIG_REF) == BIG
+        assert not any(bulk.routes.is_resting(donor.url) for donor in donors)
+
+    with_donors(tmp_path, 2, talk)
 
 
 def test_one_that_lies_is_found_out_whoever_sent_the_rest_of_the_piece(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 
 from hypothesis import example, given
@@ -19,7 +20,7 @@ def test_a_span_is_shorter_towards_the_end_so_that_all_streams_end_together() ->
     lengths = []
     while (span := missing.take(4, bytes_per_s=FAST)) is not None:
         lengths.append(span.num_bytes)
-    assert lengths[0] == 12 * PIECE_BYTES and lengths[:-1] == sorted(lengths[:-1], reverse=True)
+    assert lengths[0] == 6 * PIECE_BYTES and lengths[:-1] == sorted(lengths[:-1], reverse=True)
     assert max(lengths[-4:]) < 2 * SPAN_BYTES_MIN and sum(lengths) == 100 * PIECE_BYTES
 
 
@@ -32,6 +33,20 @@ def test_a_span_is_no_longer_than_a_stream_does_in_a_few_seconds() -> None:
         lengths.append(span.num_bytes)
     assert lengths[:2] == [PIECE_BYTES, SPAN_BYTES_MIN], "while the rate is not known it is one piece"
     assert 4e6 < lengths[2] <= 4.4e6 and SPAN_BYTES_MAX - PIECE_BYTES < lengths[3] <= SPAN_BYTES_MAX
+
+
+def test_streams_that_are_fast_and_slow_end_together() -> None:
+    size, rates = 100_000_000, [4e5, 8e5, 9e5, 1e6, 1.4e6, 1.6e6, 2.9e6, 3e6]
+    missing = Missing(size, [(0, size)])
+    at_work: list[tuple[float, float, Span | None]] = [(0.0, rate, None) for rate in rates]
+    while at_work:
+        now, rate, span = heapq.heappop(at_work)
+        if span is not None:
+            missing.finished(span)
+        span = missing.take(len(rates), bytes_per_s=1.5e6, at_least=150_000)
+        if span is not None:
+            heapq.heappush(at_work, (now + span.num_bytes / rate, rate, span))
+    assert missing.is_over and now < size / sum(rates) + 0.18
 
 
 def test_a_small_blob_is_shared_by_all_streams_without_crumbs() -> None:
@@ -93,7 +108,7 @@ def test_a_piece_that_is_kept_whole_is_one_span_and_waits_until_all_of_it_is_the
     size = 3 * PIECE_BYTES
     missing = Missing(size, [(0, size)])
     missing.keep_whole(1)
-    assert missing.take(8) == Span(0, 3 * PIECE_BYTES // 16)
+    assert missing.take(8) == Span(0, 3 * PIECE_BYTES // 32)
     assert [missing.take(8, {1}), missing.take(8, {1})] == [Span(PIECE_BYTES, 2 * PIECE_BYTES), None]
     missing = Missing(size, [(PIECE_BYTES, size)])
     begun = missing.take(8)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -11,10 +12,18 @@ import pytest
 from geo_diloco.errors import TransferError
 from geo_diloco.manifest import Digest
 from geo_diloco.protocol.messages import BlobRef
-from geo_diloco.runtime import flow, transfer, upload
+from geo_diloco.runtime import blobs, fetch, flow, transfer, upload
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.disk import StoreFullError
 from geo_diloco.runtime.fetch import NobodyLeftError, Source, fetch_blob
+from geo_diloco.runtime.pieces import (
+    INDEX_BROUGHT_HEADER,
+    INDEX_BROUGHT_PIECES_MAX,
+    INDEX_WANTED_HEADER,
+    digest_from_index,
+    header_from_index,
+    index_from_header,
+)
 from geo_diloco.runtime.routes import Route
 from geo_diloco.runtime.session import Deadline, Response, TransferRefused, asking
 from geo_diloco.runtime.spans import Missing
@@ -191,6 +200,77 @@ def test_to_a_peer_that_knows_no_index_among_bytes_it_is_sent_by_itself(
         it.port.announce(BIG_REF)
         await upload_blob(it.bulk, it.url, BIG_REF, mine, there="none")
         assert it.store.get(BIG_REF) == BIG
+
+    with_server(tmp_path, talk)
+
+
+def test_who_has_all_of_a_blob_is_asked_for_bytes_at_once(
+    tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(way: object) -> None:
+        raise AssertionError("on a link with a long way every question costs a part of a fragment")
+
+    monkeypatch.setattr(fetch._Fetch, "_get_index", ask)
+    BlobStore(tmp_path / "theirs").put(BIG)
+
+    async def talk(it: Served) -> None:
+        await fetch_blob(it.bulk, [Source(it.url, has_all=True)], BIG_REF, mine)
+        assert mine.get(BIG_REF) == BIG
+        assert it.bulk.routes.to(it.url).round_trip_s > 0, "the next bytes are to be asked for in time"
+
+    with_server(tmp_path, talk)
+
+
+def test_a_peer_that_knows_no_index_among_bytes_is_asked_for_it(
+    tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BlobStore(tmp_path / "theirs").put(BIG)
+    monkeypatch.setattr(fetch, "INDEX_WANTED_HEADER", "X-Unheard-Of")
+
+    async def talk(it: Served) -> None:
+        await fetch_blob(it.bulk, [Source(it.url, has_all=True)], BIG_REF, mine)
+        assert mine.get(BIG_REF) == BIG
+
+    with_server(tmp_path, talk)
+
+
+@pytest.mark.parametrize(
+    "header", ["no base64!", b64encode(BIG_INDEX[::-1]).decode(), b64encode(BIG_INDEX[32:]).decode()]
+)
+def test_who_brings_a_wrong_index_along_is_refused_before_any_of_it_is_kept(
+    tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch, header: str
+) -> None:
+    BlobStore(tmp_path / "theirs").put(BIG)
+    monkeypatch.setattr(blobs, "header_from_index", lambda index: header)
+
+    async def talk(it: Served) -> None:
+        with refused("digests|index"):
+            await fetch_blob(it.bulk, [Source(it.url, has_all=True)], BIG_REF, mine)
+        status = mine.status(BIG_REF)
+        assert not status.has_index and status.lacking(BIG_REF.size) == [(0, BIG_REF.size)]
+
+    with_server(tmp_path, talk)
+
+
+def test_the_longest_index_that_goes_along_with_bytes_fits_into_a_header_both_ways(
+    tmp_path: Path, mine: BlobStore
+) -> None:
+    piece = bytes_of(PIECE_BYTES)
+    index = piece_digests(piece)[0] + bytes_of(32 * (INDEX_BROUGHT_PIECES_MAX - 1))
+    ref = BlobRef(
+        digest_from_index(INDEX_BROUGHT_PIECES_MAX * PIECE_BYTES, index), INDEX_BROUGHT_PIECES_MAX * PIECE_BYTES
+    )
+
+    async def talk(it: Served) -> None:
+        it.port.announce(ref)
+        url = f"{it.url}/v1/blobs/{ref.digest}/0"
+        brought = {INDEX_BROUGHT_HEADER: header_from_index(index)}
+        async with it.session.put(url, data=piece, headers=brought) as response:
+            assert response.status == 200 and it.store.index(ref) == index
+        async with it.session.get(url, headers={INDEX_WANTED_HEADER: "1"}) as response:
+            assert index_from_header(response.headers[INDEX_BROUGHT_HEADER]) == index
+        async with it.session.get(url) as response:
+            assert INDEX_BROUGHT_HEADER not in response.headers, "it is long"
 
     with_server(tmp_path, talk)
 

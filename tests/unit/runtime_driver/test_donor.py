@@ -95,7 +95,7 @@ def test_a_learner_asks_mirrors_first_and_the_syncer_is_the_reserve(
         assert net.asked == ["ann:1"]
         assert net.sources == [
             Source("http://ann:1", patience_s=PATIENCE_S),
-            Source("http://bob:1", delay_s=HEAD_START_S),
+            Source("http://bob:1", delay_s=HEAD_START_S, has_all=True),
         ]
 
     with_donors(tmp_path, monkeypatch, {"ann:1": None}, talk)
@@ -110,7 +110,7 @@ def test_a_mirror_that_was_of_no_use_holds_nobody_up(tmp_path: Path, monkeypatch
         else:
             donors._bulk.routes.to("http://ann:1").waited_in_vain = IN_VAIN_MAX
         await donors.blob(REF)
-        assert net.sources == [Source("http://ann:1"), Source("http://bob:1")]
+        assert net.sources == [Source("http://ann:1"), Source("http://bob:1", has_all=True)]
 
     with_donors(tmp_path, monkeypatch, {"ann:1": None}, talk)
 
