@@ -5,8 +5,8 @@ source code of Python's standard library); held-out loss is measured on 256 sequ
 arms differ by less than the noise of 64.
 
 Budget: 5 hours on two cores. A core of the machine that the results come from trains about 20,000 tokens a second when
-nothing else runs, measurements included: 0.7 billion tokens. The cells below are 0.5 billion (`run.py --list`), so that
-(a) can have its second stage, 3 seeds of 4M tokens for the six best cells of a1 and their neighbours.
+nothing else runs, measurements included: 0.7 billion tokens. `run.py --list` tells what the parts come to; they stand
+in order of importance: whoever has less time begins at the top.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from geo_diloco.training.presets import ModelName
+
 SEQUENCES = 256
 """Held-out, of 128 bytes each."""
 MILLION = 1_000_000
+TOKENS_PER_SECOND: dict[ModelName, int] = {"dense": 20_000, "dense-1M": 6_000, "moe": 12_000, "vit": 40_000}
+"""Of a core, about: it tells what fits into the minutes left until something has been measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class Cell:
     arm: str
     tokens: int
     fleet: Fleet = Fleet()
+    model: ModelName = "dense"
 
     @property
     def decisive(self) -> Fleet:
@@ -51,7 +56,9 @@ class Part:
     """One question."""
 
     question: str
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell, ...] = ()
+    after: str = ""
+    """The part whose results its cells come from (`second.py`); it has none of its own."""
     seeds: tuple[int, ...] = (0, 1, 2)
     against: tuple[str, ...] = ("decoupled",)
     """Arms that the others are compared with, seed by seed, in the same fleet with the same tokens."""
@@ -61,11 +68,12 @@ EQUAL = Fleet()
 MIXED = Fleet(speeds=(1.0, 0.8, 0.5, 0.2))
 ONE_SLOW = Fleet(speeds=(1.0, 1.0, 1.0, 0.2))
 UNEQUAL_BATCHES = Fleet(batch_sizes=(8, 8, 4, 2))
+THREE_WAYS = ("decoupled", "diloco", "data-parallel")
 
 
-def cells(tokens: float, fleet: Fleet, *arms: str) -> tuple[Cell, ...]:
+def cells(tokens: float, fleet: Fleet, *arms: str, model: ModelName = "dense") -> tuple[Cell, ...]:
     """The same fleet and tokens (in millions) for all of them."""
-    return tuple(Cell(arm=arm, tokens=round(tokens * MILLION), fleet=fleet) for arm in arms)
+    return tuple(Cell(arm=arm, tokens=round(tokens * MILLION), fleet=fleet, model=model) for arm in arms)
 
 
 def _coarse() -> tuple[Cell, ...]:
@@ -117,7 +125,6 @@ PARTS: dict[str, Part] = {
         ),
         against=("diloco", "data-parallel"),
     ),
-    "b": Part(question="How are deltas best averaged, and does it matter more with more learners?", cells=_merges()),
     "c": Part(
         question="Learners of unequal speed: K = M, K = 1, K = 1 with grace?",
         cells=cells(
@@ -132,17 +139,6 @@ PARTS: dict[str, Part] = {
         ),
         against=("decoupled", "diloco"),
     ),
-    "d": Part(question="What does encoding cost, up and down?", cells=_codecs()),
-    "e": Part(
-        question="How long may transfers take?",
-        cells=cells(
-            2, EQUAL, "decoupled", "decoupled:tau=0", "decoupled:tau=6", "decoupled:tau=12", "decoupled:tau=12,kappa=0"
-        ),
-    ),
-    "f": Part(
-        question="Unequal batches: should tokens weigh?",
-        cells=cells(2, UNEQUAL_BATCHES, "decoupled", "decoupled:token_weights=off"),
-    ),
     "g": Part(
         question="Learners that are away a fifth of the time, at unequal speeds?",
         cells=(
@@ -153,12 +149,46 @@ PARTS: dict[str, Part] = {
         ),
         against=("diloco",),
     ),
+    "moe": Part(
+        question="Does a mixture of experts learn as well so?",
+        cells=cells(2.8, EQUAL, *THREE_WAYS, model="moe"),
+        against=("diloco", "data-parallel"),
+    ),
+    "vision": Part(
+        question="Does a vision transformer learn as well so (accuracy on digits)?",
+        cells=cells(1, EQUAL, *THREE_WAYS, model="vit"),
+        seeds=(0, 1, 2, 3, 4),
+        against=("diloco", "data-parallel"),
+    ),
+    "a2": Part(question="The best six cells of a1 and those next to them: which is the best?", after="a1"),
+    "b": Part(question="How are deltas best averaged, and does it matter more with more learners?", cells=_merges()),
+    "d": Part(question="What does encoding cost, up and down?", cells=_codecs()),
+    "p": Part(
+        question="Does it matter into how many fragments a model is cut?",
+        cells=cells(2, EQUAL, "decoupled", "decoupled:P=1", "decoupled:P=2", "decoupled:P=8"),
+    ),
+    "e": Part(
+        question="How long may transfers take?",
+        cells=cells(
+            2, EQUAL, "decoupled", "decoupled:tau=0", "decoupled:tau=6", "decoupled:tau=12", "decoupled:tau=12,kappa=0"
+        ),
+    ),
     "h": Part(
         question="One learner is five times slower: is its late work worth taking?",
         cells=cells(2, ONE_SLOW, "decoupled", "decoupled:S_max=2", "decoupled:S_max=0", "decoupled:late_form=paper"),
     ),
+    "f": Part(
+        question="Unequal batches: should tokens weigh?",
+        cells=cells(2, UNEQUAL_BATCHES, "decoupled", "decoupled:token_weights=off"),
+    ),
     "i": Part(
         question="Does the learning rate follow the run's progress, or the learner's own steps?",
         cells=cells(2, MIXED, "decoupled", "decoupled:schedule_by=own"),
+    ),
+    "parity1M": Part(
+        question="Is it as good with a million parameters?",
+        cells=cells(20, EQUAL, *THREE_WAYS, model="dense-1M"),
+        seeds=(0,),
+        against=("diloco", "data-parallel"),
     ),
 }

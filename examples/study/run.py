@@ -4,32 +4,27 @@
     python examples/study/run.py --list                      # the parts, what they cost, how much of them is there
 
 Each finished (cell, seed) is one line of `results/PART.jsonl`; what is there, by any part, is not run again. A run
-that would not fit into the minutes left, by the speed of those before it, is not begun.
+that would not fit into the minutes left, by the speed of those before it, is not begun. One that fails is told, the
+others go on, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plan import PARTS, SEQUENCES, Cell
+from errands import Errand, alone, run_errands
+from plan import EQUAL, PARTS, SEQUENCES, TOKENS_PER_SECOND, Cell, Part, cells
+from second import NUM_CELLS, second_stage
 
 RESULTS = Path(__file__).parent / "results"
-TOKENS_PER_SECOND = 20_000
-"""Of a core, until something has been measured."""
 NUM_POINTS = 5
 """Of a loss curve, besides the last."""
 Job = tuple[Cell, int]
@@ -37,7 +32,8 @@ Job = tuple[Cell, int]
 
 def key_of(cell: Cell, seed: int) -> str:
     """A result is known by all that decides it."""
-    return json.dumps([cell.arm, cell.tokens, asdict(cell.decisive), seed], sort_keys=True)
+    model = [] if cell.model == "dense" else [cell.model]
+    return json.dumps([cell.arm, cell.tokens, asdict(cell.decisive), seed, *model], sort_keys=True)
 
 
 NEEDED = ("key", "seed", "date", "cpu_s", "heldout", "tokens_trained", "tokens_merged", "participants_mean")
@@ -57,10 +53,27 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def missing(part: str, folder: Path) -> list[Job]:
-    """All cells of the first seed, then of the next."""
+def part_named(name: str, rows: dict[str, dict[str, Any]]) -> Part | None:
+    """With its cells; none while the part that they come from is not done."""
+    part = PARTS[name]
+    if not part.after:
+        return part
+    first = PARTS[part.after]
+    found = {cell.arm: rows.get(key_of(cell, first.seeds[0])) for cell in first.cells}
+    losses = {arm: row["heldout"] for arm, row in found.items() if row is not None}
+    if len(losses) < len(found):
+        return None
+    return replace(part, cells=cells(4, EQUAL, *second_stage(losses)))
+
+
+def missing(name: str, folder: Path) -> list[Job]:
+    """All cells of the first seed, then of the next. Exits if the cells are not known yet."""
     there = read_results(folder)
-    jobs = [(cell, seed) for seed in PARTS[part].seeds for cell in PARTS[part].cells]
+    part = part_named(name, there)
+    if part is None:
+        after = PARTS[name].after
+        sys.exit(f"{name}: its cells come out of {after}, which is not done; run.py {after} first")
+    jobs = [(cell, seed) for seed in part.seeds for cell in part.cells]
     return [job for job in jobs if key_of(*job) not in there]
 
 
@@ -80,11 +93,11 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
         Machine(step_ms=round(160 / speed), up_mbit=100, down_mbit=100, delay_ms=20, batch_size=batch)
         for speed, batch in zip(speeds, batches, strict=True)
     )
-    base = base_manifest(num_learners=fleet.learners, tokens=cell.tokens, lockstep=False)
+    base = base_manifest(num_learners=fleet.learners, tokens=cell.tokens, lockstep=False, model=cell.model)
     kind, _, settings = cell.arm.partition(":")
     written = f"{kind}:sequences={SEQUENCES}" + (f",{settings}" if settings else "")
     (arm,) = arms_from([written], base, num_learners=fleet.learners)
-    until_s = 3 * cell.tokens / 1024 / fleet.learners * 0.16 / min(fleet.speeds)
+    until_s = 3 * cell.tokens / base.rules().tokens_per_step / fleet.learners * 0.16 / min(fleet.speeds)
     faults = faults_of(fleet, seed, until_s=until_s)
     result = run_arm(
         arm, Fleet(machines=machines, plan=FaultPlan(faults=faults)), seed, num_points=NUM_POINTS
@@ -92,6 +105,7 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
     return {
         "key": key_of(cell, seed),
         "arm": cell.arm,
+        **({} if cell.model == "dense" else {"model": cell.model}),
         "fleet": asdict(fleet),
         "tokens": cell.tokens,
         "seed": seed,
@@ -101,53 +115,30 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _alone(part: str, folder: Path) -> Iterator[Any]:
-    """The results to append to, ours alone for as long as we run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        opened = (folder / f"{part}.jsonl").open("a", encoding="utf-8")
-    except OSError as exc:
-        sys.exit(f"--results {folder}: {exc.strerror}; give a folder that can be written to")
-    with opened as lines:
-        try:
-            fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"{lines.name}: another run.py is at work on it; wait for it, or run another part")
-        yield lines
-
-
-def run(part: str, folder: Path, *, num_jobs: int, minutes: float) -> None:
-    """Whatever fits into so many minutes."""
-    began, ends_at = time.monotonic(), time.monotonic() + 60 * minutes
-    # Otherwise malloc gives pages back and takes them again in every inner step, which costs 4 % of the time.
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
-    speed = float(TOKENS_PER_SECOND)
-    with _alone(part, folder) as lines, ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn")) as pool:
-        waiting = missing(part, folder)
-        running: dict[Future[dict[str, Any]], tuple[Job, float]] = {}
-        while waiting or running:
-            while waiting and len(running) < num_jobs:
-                if time.monotonic() + waiting[0][0].tokens / speed > ends_at and (
-                    running or time.monotonic() > began + 1
-                ):
-                    waiting = []
-                    break
-                job = waiting.pop(0)
-                running[pool.submit(run_one, *job)] = (job, time.monotonic())
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                (cell, seed), started = running.pop(future)
-                row = future.result()
-                lines.write(json.dumps(row) + "\n")
-                lines.flush()
-                speed = cell.tokens / (time.monotonic() - started)
-                loss = "not finite" if row["heldout"] is None else f"{row['heldout']:.4f}"
-                print(
-                    f"{part} {cell.arm} {_fleet_in_words(cell)} seed {seed}: {loss}, {speed:,.0f} tokens/s", flush=True
-                )
+def run(part: str, folder: Path, *, num_jobs: int, minutes: float) -> bool:
+    """Whatever fits into so many minutes. Has all of it gone well?"""
+    missing(part, folder)  # may exit, and then should leave no file
+    with alone(folder / f"{part}.jsonl") as lines:
+        errands = [
+            Errand(
+                words=f"{part} {cell.arm} {_fleet_in_words(cell)} seed {seed}",
+                tokens=cell.tokens,
+                tokens_per_second=TOKENS_PER_SECOND[cell.model],
+                call=run_one,
+                args=(cell, seed),
+            )
+            for cell, seed in missing(part, folder)
+        ]
+        num_failed = run_errands(errands, lines, num_jobs=num_jobs, minutes=minutes, told=loss_in_words)
     left = len(missing(part, folder))
     print(f"{part}: {f'{left} runs are missing, start it again' if left else 'nothing is missing'}")
+    if num_failed:
+        print(f"{part}: {num_failed} of them FAILED", file=sys.stderr)
+    return num_failed == 0
+
+
+def loss_in_words(row: dict[str, Any]) -> str:
+    return "not finite" if row["heldout"] is None else f"{row['heldout']:.4f}"
 
 
 def _fleet_in_words(cell: Cell) -> str:
@@ -156,14 +147,21 @@ def _fleet_in_words(cell: Cell) -> str:
 
 
 def list_parts(folder: Path) -> None:
-    total = 0
-    for name, part in PARTS.items():
+    total, seconds = 0, 0.0
+    rows = read_results(folder)
+    for name in PARTS:
+        part = part_named(name, rows)
+        if part is None:
+            runs = NUM_CELLS * len(PARTS[name].seeds)
+            print(f"{name:8} waits for {PARTS[name].after}, then {runs} runs at most, {4 * runs:5.0f}M tokens")
+            continue
         tokens = len(part.seeds) * sum(cell.tokens for cell in part.cells)
         total += tokens
+        seconds += len(part.seeds) * sum(cell.tokens / TOKENS_PER_SECOND[cell.model] for cell in part.cells)
         runs = len(part.cells) * len(part.seeds)
-        there = runs - len(missing(name, folder))
-        print(f"{name:7} {there:3} of {runs:3} runs, {tokens / 1e6:5.0f}M tokens  {part.question}")
-    print(f"        {total / 1e6:,.0f}M tokens, {total / TOKENS_PER_SECOND / 3600:.1f} hours of one core")
+        there = sum(key_of(cell, seed) in rows for cell in part.cells for seed in part.seeds)
+        print(f"{name:8} {there:3} of {runs:3} runs, {tokens / 1e6:5.0f}M tokens  {part.question}")
+    print(f"         {total / 1e6:,.0f}M tokens, {seconds / 3600:.1f} hours of one core; central.py comes on top")
 
 
 def main() -> None:
@@ -180,8 +178,13 @@ def main() -> None:
         parser.error(f"--minutes {given.minutes:g}: wanted a number above 0")
     if given.list or given.part is None:
         list_parts(given.results)
-    else:
-        run(given.part, given.results, num_jobs=given.jobs, minutes=given.minutes)
+        return
+    try:
+        went_well = run(given.part, given.results, num_jobs=given.jobs, minutes=given.minutes)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if not went_well:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from geo_diloco.cli.options import answer
 from geo_diloco.config import fault_plan_text
 from geo_diloco.errors import ConfigError
+from geo_diloco.runtime.disk import atomic_write
 from geo_diloco.sim.goodput.plans import draw_plan, goodput_by_plan
 
 if TYPE_CHECKING:
@@ -48,9 +49,17 @@ def write_plan(path: Path, systems: list[System], world: World, *, scale: float,
         f"goodput by this plan: {said}",
     ]
     try:
-        path.write_text(fault_plan_text(plan, comment), encoding="utf-8")
+        _write(path, fault_plan_text(plan, comment).encode())
     except OSError as exc:
         raise ConfigError(f"--write-plan {path}: {exc.strerror or exc}; choose another file") from exc
     facts = {"plan": str(path), "faults": len(plan.faults), "seconds": seconds, "scale": scale, "goodput": shares}
     text = f"{path}: {len(plan.faults)} failures in {seconds:g} s, {scale:g} s of the chips in one; goodput: {said}"
     answer(json.dumps(facts | {"system": asdict(system)}) if as_json else text)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all; into what is no plain file (a pipe, a device) as it comes, since that can't be replaced."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(data)
+    else:
+        atomic_write(path, data)

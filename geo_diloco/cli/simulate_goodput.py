@@ -17,6 +17,7 @@ import typer
 
 from geo_diloco.cli.options import answer, say
 from geo_diloco.errors import ConfigError
+from geo_diloco.sim.goodput.model import PLAN_SCALE
 
 if TYPE_CHECKING:
     from geo_diloco.sim.goodput.model import System, World
@@ -72,7 +73,9 @@ def goodput(
     ] = 0.0,
     write_plan: Annotated[Path | None, typer.Option(help="Failures as a plan for `simulate train --faults`.")] = None,
     plan_seconds: Annotated[float, typer.Option(help="--write-plan: of the run; then it begins anew.")] = 600.0,
-    plan_scale: Annotated[float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")] = 25.0,
+    plan_scale: Annotated[
+        float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")
+    ] = PLAN_SCALE,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:

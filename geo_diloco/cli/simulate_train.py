@@ -47,7 +47,11 @@ def train(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="dense (bytes), moe (a mixture of experts on bytes) or vit (images of digits).")
+        str,
+        typer.Option(
+            help="dense (bytes), dense-1M (the same with a million parameters), moe (a mixture of experts on bytes) or "
+            "vit (images of digits)."
+        ),
     ] = "dense",
     learners: Annotated[int, typer.Option(help="How many learners.")] = 4,
     add_at: Annotated[

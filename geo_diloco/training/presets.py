@@ -21,7 +21,7 @@ from geo_diloco.manifest import (
 
 DEMO_MINUTES = 2.0
 
-ModelName = Literal["dense", "moe", "vit"]
+ModelName = Literal["dense", "dense-1M", "moe", "vit"]
 
 
 def demo_manifest() -> RunManifest:
@@ -71,6 +71,9 @@ def preset_manifest(name: ModelName) -> RunManifest:
     match name:
         case "dense":
             return demo
+        case "dense-1M":
+            larger = {"hidden_size": 176, "intermediate_size": 352, "num_hidden_layers": 3}
+            return replace(demo, model=ModelSpec(config=demo_model_config() | larger))
         case "moe":
             return replace(demo, model=ModelSpec(config=moe_model_config()))
         case "vit":

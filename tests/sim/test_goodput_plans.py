@@ -9,7 +9,7 @@ import pytest
 
 from geo_diloco.config import fault_plan_text, load_fault_plan
 from geo_diloco.config.faults import RESHAPE_S
-from geo_diloco.sim.goodput import model, plans
+from geo_diloco.sim.goodput import model
 from geo_diloco.sim.goodput.model import System, World
 from geo_diloco.sim.goodput.plans import draw_plan, goodput_by_plan
 from geo_diloco.sim.goodput.systems import simulate
@@ -51,6 +51,6 @@ def test_the_seed_draws_the_plan_and_a_file_holds_all_of_it(tmp_path: Path) -> N
 
 
 def test_stops_that_a_plan_does_not_tell_are_those_that_were_fitted() -> None:
-    assert model.RESHAPE_S / plans.SCALE == RESHAPE_S
+    assert model.RESHAPE_S / model.PLAN_SCALE == RESHAPE_S
     plan = draw_plan(EIGHT, World(times=replace(model.FITTED, upscale_s=50.0)), seconds=60.0, scale=25.0)
     assert (plan.downscale_s, plan.upscale_s, plan.repeat_s) == (RESHAPE_S, 2.0, 60.0)

@@ -15,14 +15,18 @@ from typing import Any
 import pytest
 
 from geo_diloco.sim.train.arms import arms_from, base_manifest
-from geo_diloco.sim.train.pairing import Difference
 
-NAMES = ("plan", "churn", "run", "report")
+NAMES = ("plan", "churn", "errands", "second", "trials", "run", "central", "central_report", "report")
 
 
 class Study:
     plan: ModuleType
     churn: ModuleType
+    errands: ModuleType
+    second: ModuleType
+    trials: ModuleType
+    central: ModuleType
+    central_report: ModuleType
     run: ModuleType
     report: ModuleType
 
@@ -35,8 +39,8 @@ def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in NAMES:
         setattr(found, name, importlib.import_module(name))
     yield found
-    for name in NAMES:
-        del sys.modules[name]
+    for name in (*NAMES, "finetune"):
+        sys.modules.pop(name, None)
 
 
 def test_every_cell_is_an_arm_that_can_be_run_once(study: Any) -> None:
@@ -145,10 +149,11 @@ def test_a_baseline_is_the_same_whoever_is_away(study: Any) -> None:
 
 
 def test_a_difference_is_told_with_its_interval(study: Any) -> None:
-    assert study.report.in_words(Difference((0.01, 0.02, 0.03), 0.02, 0.0248)) == "+2.00 ± 2.48 %"
-    assert study.report.in_words(Difference((-0.015,), -0.015, None)) == "-1.50 %"
+    assert study.report.in_percent([(1.01, 1.0), (2.04, 2.0), (3.09, 3.0)]) == "+2.00 ± 2.48 %"
+    assert study.report.in_percent([(0.985, 1.0)]) == "-1.50 %"
+    assert study.report.in_points([(0.9, 0.92), (0.95, 0.99)]) == "-3.0 (s 1.4)"
 
 
 def test_what_was_not_run_is_said(study: Any, tmp_path: Path) -> None:
     made = study.report.report(tmp_path)
-    assert made.count("Not run yet") == len(study.plan.PARTS)
+    assert made.count("Not run yet") == len(study.plan.PARTS) + 1, "the central experiment as well"

@@ -13,6 +13,9 @@ from typing import Literal
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 YEAR_S = 365 * DAY_S
+PLAN_SCALE = 25.0
+"""Seconds of the chips in one of a training run's, in a plan of faults (`plans.py`). A step of 160 ms then stands for
+one of 4 s; more of the chips' outages fall into a short run, and a stop of 14 s still lasts longer than a step."""
 
 Kind = Literal["data-parallel", "elastic data-parallel", "decoupled"]
 

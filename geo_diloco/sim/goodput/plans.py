@@ -14,9 +14,6 @@ from geo_diloco.config import Fault, FaultPlan
 from geo_diloco.sim.goodput.model import System, World
 from geo_diloco.sim.outages import Group
 
-SCALE = 25.0
-"""Seconds of the chips in one of the run's. A step of 160 ms then stands for one of 4 s; more of the chips' outages
-fall into a short run, and a stop of 14 s still lasts longer than a step."""
 _NUMBER = 4
 """Part of the seed, beside those of the systems (`systems.KIND_NUMBERS`)."""
 

@@ -32,6 +32,8 @@ NUM_POINTS = 20
 TURNS_MAX = 5_000_000
 """Of a baseline: days of training, and all of its timetable is in memory."""
 
+Ended = Callable[[nn.Module], None]
+"""Told of Theta at the end, as a model. Must not change it."""
 Progress = Callable[[float], None]
 """Told how much of an arm's budget is spent, from 0 to 1, now and then."""
 
@@ -43,18 +45,20 @@ def run_arm(
     progress: Progress = lambda share: None,
     *,
     num_points: int = NUM_POINTS,
+    ended: Ended = lambda theta: None,
 ) -> ArmResult:
     """One arm with one seed; deterministic but for `wall_s`. Uses one thread. Raises ConfigError if it gets stuck."""
     theirs = (fleet if arm.under_faults else fleet.without_faults()).with_links(arm.links)
     try:
-        return (_decoupled if arm.kind == "decoupled" else _baseline)(arm, theirs, seed, progress, num_points)
+        return (_decoupled if arm.kind == "decoupled" else _baseline)(arm, theirs, seed, progress, num_points, ended)
     except ConfigError as exc:
         raise ConfigError(f"--arm {arm.text}, seed {seed}: {exc}") from exc
 
 
-def _decoupled(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points: int) -> ArmResult:
+def _decoupled(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points: int, ended: Ended) -> ArmResult:
     simulation = Simulation(arm.seeded(seed), fleet, seed, num_points, progress)
     outcome = simulation.go()
+    ended(simulation.trained_model())
     num_elements = simulation.world.layout.num_elements
     chain = chain_figures(link.entry for link in outcome.syncer.chain)
     updates_bytes = sum(len(frame) for frame in outcome.syncer.updates.values())
@@ -76,7 +80,7 @@ def _decoupled(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points
     )
 
 
-def _baseline(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points: int) -> ArmResult:
+def _baseline(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points: int, ended: Ended) -> ArmResult:
     began = time.perf_counter()
     torch.set_num_threads(1)  # with more, sums depend on the machine
     manifest = arm.seeded(seed)
@@ -101,6 +105,7 @@ def _baseline(arm: Arm, fleet: Fleet, seed: int, progress: Progress, num_points:
 
     result = _train(arm, manifest, fleet, turns, watch)
     gauge.end(result.num_tokens, now, newest)
+    ended(newest)
     exchanged = FLOAT32_BYTES * num_elements * sum(len(turn.learners) for turn in turns)
     return _result(
         arm,

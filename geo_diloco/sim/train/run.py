@@ -202,6 +202,10 @@ class Simulation:
         """Per fragment, as the syncer has it."""
         return [self.syncer.outer.theta(FragmentId(p)) for p in range(self.world.layout.num_fragments)]
 
+    def trained_model(self) -> nn.Module:
+        """Theta as the syncer has it, as a model of the manifest's."""
+        return self._with_theta(self.syncer.outer)
+
     # ---- faults
 
     def _plan_next(self, coming: Iterator[tuple[int, int, Fault]]) -> None:

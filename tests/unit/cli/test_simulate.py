@@ -223,7 +223,7 @@ def test_the_bar_is_for_terminals_and_leaves_standard_output_alone(
         (["--out", "/dev/null"], "--out /dev/null: File exists; choose another folder"),
         (["--arm", "decoupled:quorm=1"], '--arm decoupled:quorm=1: "quorm" is no known key of decoupled; did you'),
         (["--arm", "decoupled:kappa=2"], "sync.kappa = 2; allowed is a number from 0.0 to 1.0"),
-        (["--model", "cnn"], "--model cnn: no such model; there are: dense, moe, vit"),
+        (["--model", "cnn"], "--model cnn: no such model; there are: dense, dense-1M, moe, vit"),
         (["--learners", "0"], "--learners 0: wanted a number from 1 to 64"),
         (["--speeds", "1,2"], "--speeds 1,2: 2 numbers; wanted one, or one for each of 4 learners"),
         (["--speeds", "1,fast"], "--speeds 1,fast: not numbers; wanted one, or 4 with commas between"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -238,3 +240,25 @@ def test_a_plan_without_a_place_is_refused(
     nowhere = str(tmp_path / "nowhere" / "plan.toml")
     assert run(monkeypatch, "--chips", "1M", "--learners", "2", "--write-plan", nowhere) == 2
     assert "No such file or directory; choose another file" in capsys.readouterr().err
+
+
+def test_a_plan_is_whole_or_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("of before")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert run(monkeypatch, "--chips", "1M", "--learners", "2", "--write-plan", str(path)) == 2
+    assert "No space left on device; choose another file" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.toml"] and path.read_text() == "of before"
+
+
+def test_a_plan_can_be_written_into_what_is_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    link, behind = tmp_path / "link", tmp_path / "behind.toml"
+    link.symlink_to(behind)
+    assert run(monkeypatch, "--chips", "1M", "--learners", "2", "--write-plan", str(link)) == 0
+    assert link.is_symlink() and load_fault_plan(behind, num_learners=2).faults
