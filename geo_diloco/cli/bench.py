@@ -173,7 +173,9 @@ def star(
 def fleet(
     file: Annotated[Path, typer.Argument(help="As for `simulate goodput --fleet`.", metavar="FLEET.toml")],
     minutes: Annotated[float, typer.Option(min=0.1, max=600.0, help="Minutes that count.")] = 2.0,
-    warm_up: Annotated[float, typer.Option(min=0.0, help="Seconds that all are at work before it counts.")] = 30.0,
+    warm_up: Annotated[
+        float, typer.Option(min=0.0, max=3600.0, help="Seconds that all are at work before it counts.")
+    ] = 30.0,
     keep: Annotated[Path | None, typer.Option(help="New folder for the run's files, which are kept then.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -182,6 +184,8 @@ def fleet(
     from geo_diloco.cli.bench_fleet import measure_fleet
 
     result = measure_fleet(file, warm_up_s=warm_up, seconds=60 * minutes, keep=keep, say=typer.echo)
+    _print_rows(result["machines"])
+    _print_rows(result["phases"])
     _print(result, as_json=as_json)
 
 
@@ -323,7 +327,7 @@ def _print(result: dict[str, Any], *, as_json: bool) -> None:
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     """A table, one line a row."""
-    keys = list(rows[0])
+    keys = list(rows[0]) if rows else []
     cells = [keys, *([f"{v:.4g}" if isinstance(v := row[key], float) else str(v) for key in keys] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
     for line in cells:

@@ -61,7 +61,12 @@ def measure_star(plan: StarPlan, *, keep: Path | None = None, say: Say) -> dict[
 
 
 def measure_run(plan: RigPlan, folder: Path, links: Links, say: Say) -> dict[str, Any]:
-    """One run, its files in a new folder: the keys of `star_figures`.
+    """`watch_run`, as the keys of `star_figures`."""
+    return star_figures(watch_run(plan, folder, links, say))
+
+
+def watch_run(plan: RigPlan, folder: Path, links: Links, say: Say) -> Seen:
+    """One run, its files in a new folder.
 
     Raises GeoDilocoError if a process dies by itself or learners don't get to work.
     """
@@ -77,7 +82,7 @@ def measure_run(plan: RigPlan, folder: Path, links: Links, say: Say) -> dict[str
         say("watched; ending the run")
         rig.end()
     say("adding up what the tapes say")
-    return star_figures(_seen(plan, folder, first, last))
+    return _seen(plan, folder, first, last)
 
 
 def _head(plan: StarPlan) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class Rig:
         self._invite = ""
 
     def begin(self) -> None:
-        """Until all learners train. Joining is not what is measured, so links are thin from then on only."""
+        """Until all learners train. Joining is not what is measured, so a link is thin from its learner's first step
+        on: early enough for the first upload, whose rate would else be remembered for minutes."""
         source = self._folder / "run.toml"
         source.write_text(toml_from_manifest(self._plan.run), encoding="utf-8")
         carrying = ("--congestion", self._plan.congestion)
@@ -76,12 +77,14 @@ class Rig:
         for name, site in self._learners().items():
             self._start_learner(name, site)
         deadline = time.monotonic() + BEGIN_S
-        while missing := [name for name in self._learners() if not read_moments(self._record(name))]:
-            if time.monotonic() > deadline:
-                raise GeoDilocoError(f"{missing[0]} did not get to work in {BEGIN_S:.0f} s; see the logs with --keep")
+        joining = dict(self._learners())
+        while joining:
+            for name in [name for name in joining if read_moments(self._record(name))]:
+                self._links.thin(name, joining.pop(name))
+            if joining and time.monotonic() > deadline:
+                late = next(iter(joining))
+                raise GeoDilocoError(f"{late} did not get to work in {BEGIN_S:.0f} s; see the logs with --keep")
             self.wait(_LOOK_S)
-        for name, site in self._learners().items():
-            self._links.thin(name, site)
 
     def _at(self, name: str) -> tuple[str, ...]:
         return *self._links.open_door(name), "--run-dir", str(self._folder / name)

@@ -10,12 +10,25 @@ from typing import TYPE_CHECKING, Any
 from geo_diloco import __version__
 from geo_diloco.cli.goodput_report import drawn
 from geo_diloco.config import FleetFile, FleetMachine, load_fleet
-from geo_diloco.sim.goodput.fleet import Advice, Fleet, FleetOutcome, Machine, advise, predict, with_machines
+from geo_diloco.errors import ConfigError
+from geo_diloco.sim.goodput.fleet import (
+    DAY_MINUTES,
+    Advice,
+    Fleet,
+    FleetOutcome,
+    Machine,
+    advise,
+    predict,
+    with_machines,
+)
 from geo_diloco.sim.goodput.tapes import Actual, fleet_from_tape
 from geo_diloco.sim.goodput.timing import time_rounds
 
 if TYPE_CHECKING:
     from geo_diloco.sim.goodput.model import World
+
+CELLS_MAX, FEW_MACHINES = 2.5e8, 24
+"""Minutes of machines, and as many are charged for fewer: about a minute of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +88,7 @@ def report_fleet(path: Path, world: World) -> FleetReport:
     columns = [("the fleet", fleet)]
     if file.volunteers:
         columns.append(("with volunteers", with_machines(fleet, _machines(file.volunteers))))
+    _affordable(columns[-1][1], world)
     outcomes = tuple(
         (name, predict(each, time_rounds(each), days=world.days, seeds=world.seeds)) for name, each in columns
     )
@@ -98,8 +112,21 @@ def report_tape(path: Path, world: World, *, hold_out: float = 0.0) -> FleetRepo
     """Of the machines that a run had, beside what it came to; with `hold_out` beside what that share of it, the end,
     came to, of which the prediction knows nothing."""
     fleet, actual = fleet_from_tape(path, hold_out=hold_out)
+    _affordable(fleet, world)
     outcome = predict(fleet, time_rounds(fleet), days=world.days, seeds=world.seeds)
     return FleetReport(columns=(("predicted", outcome),), advice=tuple(advise(fleet, outcome)), actual=actual)
+
+
+def _affordable(fleet: Fleet, world: World) -> None:
+    """Raises ConfigError for what would take many minutes, or more memory than there is."""
+    number = len(fleet.machines)
+    minutes = world.days * DAY_MINUTES * len(world.seeds)
+    if minutes * max(number, FEW_MACHINES) > CELLS_MAX:
+        days = CELLS_MAX / max(number, FEW_MACHINES) / DAY_MINUTES / len(world.seeds)
+        raise ConfigError(
+            f"--days {world.days:g} for {len(world.seeds)} seeds: {number} machines would be followed for "
+            f"{minutes:.2g} minutes; give at most {days:.3g} days, or fewer --seeds"
+        )
 
 
 def _machines(tables: Sequence[FleetMachine]) -> tuple[Machine, ...]:

@@ -28,6 +28,7 @@ from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.sim.disk import Checkpoint
 from geo_diloco.sim.fakes import fake_digest
 from geo_diloco.sim.training import Training
+from geo_diloco.sim.uplinks import SharedLine
 from geo_diloco.sim.work import Replica, Work
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class LearnHands:
         self.training = Training(process, step_ms)
         self._replicas: dict[int, Replica] = {}
         self._cancelled: set[BlobRef] = set()
+        self._line = SharedLine(process.clock, process.host.plan.ahead_ms)
+        self._over_at = 0
+        """When the last upload over a line was confirmed."""
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self.training.resume(checkpoint)
@@ -58,6 +62,8 @@ class LearnHands:
                 training.order(effect)
             case Adopt() | Reset():
                 process.on_fold(lambda: training.order(effect))
+            case Upload() if process.host.plan.uplink_ms:
+                self._upload_by_line(effect.blob)
             case Upload():
                 self._upload(effect.blob, 0)
             case ForgetBlob():
@@ -101,6 +107,25 @@ class LearnHands:
         takes_ms = takes_ms or ms
         clock.after(ms, lambda: self._upload_sent(blob))
         clock.after(ms, lambda: self._upload_ends(blob, tries, takes_ms))
+
+    def _upload_by_line(self, blob: BlobRef) -> None:
+        clock, began_at = self._process.clock, self._process.clock.now
+        sent_at = began_at
+
+        def sent() -> None:
+            nonlocal sent_at
+            sent_at = clock.now
+            if blob not in self._cancelled:
+                self._process.handle(UploadSent(blob))
+
+        def arrived() -> None:
+            """The rate that comes of it is that of `transfer.upload_bytes_per_s`."""
+            over_at, self._over_at = self._over_at, clock.now
+            took_ms = max(clock.now - max(began_at, over_at), sent_at - began_at, 1)
+            self._upload_ends(blob, 0, took_ms)
+
+        own_ms = self._process.host.plan.upload_ms
+        self._line.begin(self._process.host.plan.uplink_ms, sent=sent, done=lambda: clock.after(own_ms, arrived))
 
     def _upload_sent(self, blob: BlobRef) -> None:
         """Said again at every try, late, or not at all."""

@@ -36,6 +36,10 @@ class HostPlan:
     """How long an inner step takes; 0: it does not train."""
     upload_ms: int = 0
     """How long an upload takes, give or take a twentieth; 0: as any blob in that plan."""
+    uplink_ms: int = 0
+    """How long its line takes for an upload that has it alone, besides; 0: no line holds anything up."""
+    ahead_ms: int = 0
+    """Of that: so much of an upload the kernel takes beyond what the line has carried."""
     is_mute: bool = False
     """It trains, follows and says how far it is, and what it samples it never hands in."""
     download_ms: int = 0
@@ -120,6 +124,8 @@ class Plan:
     times: ShellTimes = field(default_factory=ShellTimes)
     step_spread: tuple[int, int] = (0, 10)
     """Percent that an inner step takes longer than its host's."""
+    tells_each_step: bool = False
+    """Learners tell how long their last step took, as real ones do; else what their host's steps take."""
     faults: tuple[Fault, ...] = ()
     odds: Odds = field(default_factory=Odds)
     faults_until_ms: int = 0

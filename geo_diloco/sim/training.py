@@ -23,7 +23,7 @@ class Training:
 
     def __init__(self, process: Process, step_ms: int) -> None:
         self._process = process
-        self._step_ms = step_ms
+        self._step_ms = self._told_ms = step_ms
         self._sync = process.world.plan.sync
         least, most = process.world.plan.step_spread
         self._jitter_ms = (least * step_ms // 100, most * step_ms // 100)
@@ -74,6 +74,7 @@ class Training:
 
     def _next_step(self) -> None:
         jitter_ms = 0 if self._sync.lockstep else self._process.clock.between(self._jitter_ms)
+        self._told_ms = self._step_ms + (jitter_ms if self._process.world.plan.tells_each_step else 0)
         self._process.clock.after(self._step_ms + jitter_ms, self._step_ends)
 
     def _step_ends(self) -> None:
@@ -89,7 +90,7 @@ class Training:
         self.cursor += tokens
         if process.world.plan.is_watched:
             self.replica.train(StepKey(process.peer, process.boot, self.step))
-        self._report(StepDone(self.step, self.tokens, self._step_ms * 1_000, 2.0, self.cursor))
+        self._report(StepDone(self.step, self.tokens, self._told_ms * 1_000, 2.0, self.cursor))
         if self._sync.lockstep:
             self._duties.extend(lockstep_duties(self.step, self._sync))
             self._do_duties()

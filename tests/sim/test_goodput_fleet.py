@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,17 @@ def test_advice_follows_lines_and_those_who_are_there() -> None:
     assert {a.rule: a.value for a in advise(one_thin, foretold(one_thin, days=0.1, seeds=(0,)))}["codec"] == "bf16"
 
 
+def test_time_that_is_looked_at_in_pieces_is_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = replace(GOOD, fails_every_s=9000.0, back_after_s=9000.0)
+    fleet = replace(SMALL, machines=(failing, replace(failing, step_s=3.0, up_mbit=0.1)), quorum=2)
+    timing = by_rates(fleet)
+    whole = predict(fleet, timing, days=3.0, seeds=(1, 2))
+    monkeypatch.setattr("geo_diloco.sim.goodput.fleet.CELLS_AT_ONCE", 2 * 77)
+    pieces = predict(fleet, timing, days=3.0, seeds=(1, 2))
+    assert asdict(pieces) == pytest.approx(asdict(whole), rel=1e-9)
+    assert 0.5 < whole.uptime < 1.0 and whole.quorum_time < whole.uptime
+
+
 def test_the_same_seed_gives_the_same_fleet() -> None:
     failing = replace(SMALL, machines=(replace(GOOD, fails_every_s=5000.0, back_after_s=2000.0),) * 3)
     assert foretold(failing, days=2.0, seeds=(5,)) == foretold(failing, days=2.0, seeds=(5,))
@@ -209,6 +221,63 @@ def test_what_a_learner_did_not_train_while_it_was_there_is_no_step_time(tmp_pat
     assert fleet.machines[0].held_up == pytest.approx(0.3, abs=0.01)
     assert actual.goodput == pytest.approx(0.84, abs=0.02)
     assert foretold(fleet, days=0.5, seeds=(0,)).goodput == pytest.approx(0.75, abs=0.03), "and the second fails"
+
+
+def odd(name: str, script: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+    """What no run writes."""
+    if name == "time that goes back":
+        return [(100_000 - at, event) for at, event in script]
+    if name == "no parameters":
+        found = FoundRun(("e" * 64,) * 2, ("e" * 64,) * 2, (0, 0), Digest("f" * 64))
+        return [(at, found if isinstance(event, FoundRun) else event) for at, event in script]
+    return [
+        (at, replace(event, message=replace(event.message, step=event.message.step * 10**30)))
+        if isinstance(event, Received) and isinstance(event.message, Progress)
+        else (at, event)
+        for at, event in script
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("time that goes back", "holds what no run writes: a time before the one above it"),
+        ("no parameters", "holds what no run writes: a fragment without parameters"),
+        ("steps without end", "holds what no run writes: desk aaaaaaaa with a step time of"),
+    ],
+)
+def test_a_tape_that_no_run_can_have_written_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(TapeError, match=said):
+        fleet_from_tape(tape(tmp_path, odd(name, events())))
+
+
+@pytest.mark.parametrize("key", ["interval_steps", "num_fragments", "quorum", "rounds_in_flight_max"])
+def test_rules_that_no_run_has_are_refused(tmp_path: Path, key: str) -> None:
+    path = tape(tmp_path, events())
+    boot, *rest = path.read_text().splitlines(keepends=True)
+    record = json.loads(boot)
+    record["rules"]["sync"][key] = 0
+    path.write_text("".join([json.dumps(record) + "\n", *rest]))
+    with pytest.raises(TapeError, match=f"holds what no run writes: {key} = 0"):
+        fleet_from_tape(path)
+
+
+def test_a_tape_of_two_peers_is_refused(tmp_path: Path) -> None:
+    path = tape(tmp_path, events())
+    mine = path.read_text()
+    path.write_text(mine + mine.replace("c" * 64, "9" * 64))
+    with pytest.raises(TapeError, match=r"of 2 peers \(99999999, cccccccc\); wanted is that of one"):
+        fleet_from_tape(path)
+
+
+def test_a_name_is_on_one_line_whatever_a_machine_calls_itself(tmp_path: Path) -> None:
+    script = [
+        (at, replace(event, message=replace(event.message, host="a\x1b[31m\nb")))
+        if isinstance(event, Received) and isinstance(event.message, Hello)
+        else (at, event)
+        for at, event in events()
+    ]
+    assert fleet_from_tape(tape(tmp_path, script))[0].machines[0].name == "a?[31m?b aaaaaaaa"
 
 
 def test_a_tape_without_a_merge_or_a_learner_is_refused(tmp_path: Path) -> None:

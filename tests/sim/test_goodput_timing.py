@@ -10,14 +10,14 @@ import pytest
 
 from geo_diloco.manifest import MonoMs
 from geo_diloco.protocol.effects import Effect
-from geo_diloco.protocol.events import Event
-from geo_diloco.protocol.messages import Commit
+from geo_diloco.protocol.events import Event, Received
+from geo_diloco.protocol.messages import Commit, Progress
 from geo_diloco.protocol.peer import Peer
 from geo_diloco.sim.fakes import SignedEntry
-from geo_diloco.sim.goodput.fleet import CODEC_BITS, SHELL, Fleet, Machine, by_rates, predict
-from geo_diloco.sim.goodput.relived import Relived, relive
+from geo_diloco.sim.goodput.fleet import BLOB_S, CODEC_BITS, SHELL, Fleet, Machine, by_rates, predict
+from geo_diloco.sim.goodput.relived import PHASES, Relived, relive
 from geo_diloco.sim.goodput.tapes import fleet_from_tape
-from geo_diloco.sim.goodput.timing import LEARNERS_MAX, STEP_MS_MAX, plan_from_fleet, time_rounds
+from geo_diloco.sim.goodput.timing import AHEAD_BYTES, LEARNERS_MAX, STEP_MS_MAX, plan_from_fleet, time_rounds
 from geo_diloco.sim.plans import ShellTimes
 from geo_diloco.sim.process import Process
 from geo_diloco.sim.world import Watch, World
@@ -41,7 +41,9 @@ def test_each_machine_is_a_learner_with_its_own_times() -> None:
     syncer, _, host = plan.hosts
     assert (syncer.step_ms, syncer.serves) == (0, True)
     assert host.step_ms == 1000, "half of its time is others'"
-    assert host.upload_ms == 125 + 50 + 20, "an eighth of the model in a second, half a round trip, both ends' disks"
+    assert host.upload_ms == 50 + 5, "half a round trip, both ends' disks"
+    assert host.uplink_ms == 125, "an eighth of the model in a second"
+    assert host.ahead_ms == round(8e-3 * AHEAD_BYTES / MODEL_MBIT)
     assert (host.download_ms, host.delay_ms, host.elects) == (62, 50, True)
     assert (plan.sync.interval_steps, plan.sync.num_fragments, plan.sync.quorum, plan.seed) == (24, 8, 2, 3)
     assert (plan.times, plan.step_spread) == (SHELL, (-5, 5))
@@ -92,8 +94,11 @@ def test_long_steps_are_run_at_a_scale_that_changes_nothing() -> None:
 
 
 def test_what_is_short_beside_a_step_keeps_nobody_out_of_a_round() -> None:
-    patient = replace(EQUAL, machines=(replace(GOOD, step_s=20.0),) * 4)
-    assert time_rounds(patient).participants > time_rounds(EQUAL).participants + 0.2
+    shell = ShellTimes(disk=(10, 40), fold=(15, 50), check=(5, 30), merge=(45, 100))
+    hasty = replace(EQUAL, shell=shell, step_spread=0.1)
+    patient = replace(hasty, machines=(replace(GOOD, step_s=20.0),) * 4)
+    assert time_rounds(hasty).participants < time_rounds(replace(hasty, shell=SHELL)).participants - 0.1
+    assert time_rounds(patient).participants > time_rounds(hasty).participants + 0.2
 
 
 def test_of_very_many_machines_some_stand_for_all() -> None:
@@ -129,6 +134,14 @@ def test_a_quorum_that_nobody_can_reach_is_no_round() -> None:
 def test_the_same_fleet_and_seeds_give_the_same_timing() -> None:
     assert time_rounds(EQUAL, seeds=(7,)) == time_rounds(EQUAL, seeds=(7,))
     assert time_rounds(EQUAL, seeds=(7,)) != time_rounds(EQUAL, seeds=(8,))
+
+
+def test_a_scale_keeps_the_length_of_phases() -> None:
+    long = replace(EQUAL, machines=(replace(GOOD, step_s=10 * STEP_MS_MAX / 1000),) * 4)
+    phases = time_rounds(long, seeds=(0,)).phases_ms
+    assert phases["sampling"] > STEP_MS_MAX, "half a step of ten times that"
+    assert set(phases) == set(PHASES)
+    assert SHELL.merge[0] - 10 <= phases["merging"] <= SHELL.merge[1] + 10, "in tens of milliseconds, at this scale"
 
 
 # ---- read off a tape again
@@ -182,11 +195,36 @@ def test_what_a_syncer_s_core_did_is_known_from_its_tape() -> None:
     assert near is not None and far is not None
     assert near == pytest.approx(0.04, abs=0.02) and far == pytest.approx(0.2, abs=0.02)
     shell = lived.shell()
-    assert shell.check == pytest.approx((6, 29), abs=2), "the middle eight tenths of 3 to 32"
-    assert 40 <= shell.merge[0] <= shell.merge[1] <= 100, "one after another: some had to wait"
+    assert shell.check == pytest.approx(SHELL.check, abs=1), "nearly all of it"
+    assert SHELL.merge[0] <= shell.merge[0] <= shell.merge[1] <= SHELL.merge[1] + 10, "some had to wait for another"
     half = lived.between(lived.commits[0][0], lived.commits[len(lived.commits) // 2][0])
     assert half.commits == lived.commits[: len(half.commits)] and len(half.commits) < len(lived.commits)
     assert (Relived().participants, Relived().shell(), Relived().rtt_s(boot.peer)) == (None, SHELL, None)
+
+
+def test_phases_of_a_round_take_what_machines_and_shell_take() -> None:
+    taping, boot = run_of(EQUAL, seconds=60)
+    phases = relive(TapeBoot(1, boot, taping.events)).medians()
+    assert set(phases) == set(PHASES)
+    assert 40 < phases["sampling"] < 440, "a round trip and up to a step"
+    assert SHELL.fold[0] <= phases["encoding"] <= SHELL.fold[1]
+    line_ms = 1000 * MODEL_MBIT / GOOD.up_mbit / EQUAL.fragments
+    assert phases["uploading"] == pytest.approx(line_ms + 1000 * BLOB_S, abs=2)
+    assert SHELL.check[0] <= phases["checking"] <= SHELL.check[1]
+    assert phases["sampling"] < phases["closing"] < 800
+    assert SHELL.merge[0] <= phases["merging"] <= SHELL.merge[1]
+    assert SHELL.disk[0] <= phases["sealing"] <= SHELL.disk[1] + 5
+    assert phases["spreading"] > 80, "the update goes to the electors, and their word comes back"
+
+
+def test_learners_tell_how_long_each_step_took() -> None:
+    taping, _ = run_of(EQUAL, seconds=60)
+    told = {
+        each.event.message.step_time_us
+        for each in taping.events
+        if isinstance(each.event, Received) and isinstance(each.event.message, Progress)
+    }
+    assert len(told) > 10 and 1000 * 380 <= min(told) < max(told) <= 1000 * 420
 
 
 def peer_of(taping: Taping, host: int) -> Any:

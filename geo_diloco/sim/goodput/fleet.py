@@ -10,8 +10,8 @@ Time is a grid of minutes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,14 @@ Booleans = NDArray[np.bool_]
 Floats = NDArray[np.floating[Any]]
 
 MINUTE_S = 60.0
-SHELL = ShellTimes(disk=(7, 35), fold=(14, 48), check=(3, 32), merge=(44, 96))
-"""Most of what tapes of real runs have (`bench star`, fragments of 150,000 elements, a busy machine of two cores)."""
+SHELL = ShellTimes(disk=(4, 15), fold=(8, 23), check=(2, 9), merge=(19, 44))
+"""The middle eight tenths of what the tape of a real run has: `bench fleet examples/fleets/equal.toml`, fragments of
+150,000 elements, two cores of an AMD EPYC of which other programs use most, at a lower priority, on 2026-12-01. With
+other programs at the same priority the same cores took twice to three times as long."""
 DAY_MINUTES = 24 * 60
+STEP_SPREAD = 0.05
+CELLS_AT_ONCE = 1 << 20
+"""Minutes of machines; each takes some hundred bytes while it is looked at."""
 START_S = 15.0
 """A process, its libraries and its way into the run, before it fetches anything."""
 THETA_BITS = 32.0
@@ -33,8 +38,9 @@ CODEC_BITS = {"none": 32.0, "bf16": 11.0, "int8": 7.5, "int4": 3.7}
 """A parameter's on the line, zstd included, as measured (numerics/README.md)."""
 
 
-BLOB_S = 0.02
-"""An upload takes so much longer than its line needs: read from one disk, verified, and written to the other."""
+BLOB_S = 0.005
+"""An upload takes so much longer than its line needs: read from one disk, verified, and written to the other. Of the
+same run as `SHELL`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,9 @@ class Fleet:
     fragments: int = 24
     quorum: int = 1
     codec: str = "int4"
+    step_spread: float = STEP_SPREAD
+    """An inner step takes its machine's time, give or take that share. Without, equal machines would stand to each
+    other all the time as they did when they started, and that alone would decide who is in the merges."""
     shell: ShellTimes = SHELL
     """Beside steps and lines: disks, encoding, checking, merging."""
 
@@ -114,6 +123,8 @@ class Timing:
     """Of each machine: the share of rounds that it is in, be that with late work."""
     fresh: tuple[float, ...]
     """The same, with work on the version before."""
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    """The median of each phase of a round (`relived.Phase`); empty where the core was not followed."""
 
     @property
     def participants(self) -> float:
@@ -134,30 +145,58 @@ def predict(fleet: Fleet, timing: Timing, *, days: float, seeds: Sequence[int]) 
     taken from their rates. The same fleet and seeds give the same outcome. All seeds are one long time, cut into as
     many parts."""
     minutes = max(1, round(days * DAY_MINUTES))
-    parts = [_minutes(fleet, minutes, seed) for seed in seeds]
-    on = np.concatenate([each[0] for each in parts], axis=1)
-    training = np.concatenate([each[1] for each in parts], axis=1)
+    totals = _Totals(number=np.zeros(len(fleet.machines) + 1, dtype=np.int64))
+    piece = max(1, CELLS_AT_ONCE // len(fleet.machines))
+    for seed in seeds:
+        on, training = _minutes(fleet, minutes, seed)
+        for begin in range(0, minutes, piece):
+            _add(totals, fleet, timing, on[:, begin : begin + piece], training[:, begin : begin + piece])
+    return totals.outcome(fleet)
+
+
+@dataclass
+class _Totals:
+    """Of minutes that were looked at, a piece at a time: of a thousand machines a month is too much at once."""
+
+    number: NDArray[np.int64]
+    """Minutes in which so many train."""
+    trained: float = 0.0
+    """Steps, and of these: those that machines would take which nobody else uses; and those in their own round."""
+    offered: float = 0.0
+    in_time: float = 0.0
+    pace: float = 0.0
+    joined: float = 0.0
+
+    def outcome(self, fleet: Fleet) -> FleetOutcome:
+        minutes = int(self.number.sum())
+        numbers = np.arange(len(self.number))
+        return FleetOutcome(
+            goodput=self.trained / self.offered if self.offered else 0.0,
+            uptime=float(self.number[1:].sum()) / minutes,
+            quorum_time=float(self.number[fleet.quorum :].sum()) / minutes,
+            tokens_per_hour=self.trained / minutes * 3600 * fleet.tokens_per_step,
+            in_merges=self.in_time / self.trained if self.trained else 0.0,
+            rounds_per_hour=self.pace / minutes * 3600,
+            participants=self.joined / self.pace if self.pace else 0.0,
+            training=float((numbers * self.number).sum()) / minutes,
+            five_percent=int(np.searchsorted(np.cumsum(self.number), 0.05 * (minutes - 1), side="right")),
+        )
+
+
+def _add(totals: _Totals, fleet: Fleet, timing: Timing, on: Booleans, training: Booleans) -> None:
     speed = np.array([1.0 / machine.pace_s for machine in fleet.machines])[:, None]
     unhindered = np.array([1.0 / machine.step_s for machine in fleet.machines])[:, None]
-    number = training.sum(axis=0)
     rates, pace = by_rates(fleet), _pace(fleet, training)
     joins = _joins(fleet, training, pace)
     fresh = np.minimum(1.0, joins * _ratio(timing.fresh, rates.fresh)[:, None])
     joins = np.minimum(1.0, joins * _ratio(timing.joins, rates.joins)[:, None])
     pace = pace * _ratio([timing.rounds_per_s], [rates.rounds_per_s])
-    trained = (training * speed).sum(axis=0)
-    offered = float((on * unhindered).sum())
-    return FleetOutcome(
-        goodput=float(trained.sum()) / offered if offered else 0.0,
-        uptime=float((number >= 1).mean()),
-        quorum_time=float((number >= fleet.quorum).mean()),
-        tokens_per_hour=float(trained.mean()) * 3600 * fleet.tokens_per_step,
-        in_merges=float((fresh * speed).sum() / trained.sum()) if trained.any() else 0.0,
-        rounds_per_hour=float(pace.mean()) * 3600,
-        participants=float((joins.sum(axis=0) * pace).sum() / pace.sum()) if pace.any() else 0.0,
-        training=float(number.mean()),
-        five_percent=int(np.quantile(number, 0.05, method="lower")),
-    )
+    totals.number += np.bincount(training.sum(axis=0), minlength=len(totals.number))
+    totals.trained += float((training * speed).sum())
+    totals.offered += float((on * unhindered).sum())
+    totals.in_time += float((fresh * speed).sum())
+    totals.pace += float(pace.sum())
+    totals.joined += float((joins.sum(axis=0) * pace).sum())
 
 
 def _ratio(timed: Sequence[float], rates: Sequence[float]) -> Floats:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from geo_diloco.errors import TapeError
-from geo_diloco.manifest import Digest, PeerId
+from geo_diloco.manifest import Digest, PeerId, RunRules
 from geo_diloco.protocol.events import BlobArrived, Connected, Disconnected, FoundRun, Merged, Received
 from geo_diloco.protocol.messages import BlobRef, Contribution, Hello, Progress
 from geo_diloco.sim.goodput.fleet import BLOB_S, CODEC_BITS, Fleet, Machine
@@ -104,11 +104,23 @@ class _Seen:
 
 def fleet_from_tape(path: Path, *, hold_out: float = 0.0) -> tuple[Fleet, Actual]:
     """`hold_out`: so much of the time between the first merge and the last, its end, is not looked at for the fleet,
-    and is what the run really came to; with 0 both are of all of it. Raises TapeError."""
-    boots = [boot for boot in read_tape(path) if any(isinstance(each.event, Merged) for each in boot.events)]
-    if not boots:
-        raise TapeError(f"{path.name}: no merge is on this tape; wanted that of a peer that was syncer for a while")
-    boot = max(boots, key=lambda each: sum(isinstance(record.event, Merged) for record in each.events))
+    and is what the run really came to; with 0 both are of all of it. Raises TapeError, also for what no run can have
+    written: a tape may have been through anybody's hands."""
+    boot = read_syncer(path)
+    try:
+        fleet, actual = _fleet_of(boot, path, hold_out)
+        _check_machines(fleet)
+        if fleet.tokens_per_step < 1 or actual.tokens_per_hour < 0:
+            raise ValueError("tokens that grow fewer")
+    except (ArithmeticError, ValueError, IndexError) as exc:
+        raise TapeError(f"{path.name}: holds what no run writes: {' '.join(str(exc).split())[:100]}") from exc
+    return fleet, actual
+
+
+def _fleet_of(boot: TapeBoot, path: Path, hold_out: float) -> tuple[Fleet, Actual]:
+    _check_rules(boot.boot.rules)
+    if any(later.at < record.at for record, later in pairwise(boot.events)):
+        raise ValueError("a time before the one above it")
     merges = [record.at for record in boot.events if isinstance(record.event, Merged)]
     cut = merges[-1] - hold_out * (merges[-1] - merges[0])
     first = [record for record in boot.events if record.at <= cut or not hold_out]
@@ -139,6 +151,42 @@ def fleet_from_tape(path: Path, *, hold_out: float = 0.0) -> tuple[Fleet, Actual
         shell=before.shell(),
     )
     return fleet, _actual(last, actually, lived.between(last[0].at, last[-1].at))
+
+
+def _check_rules(rules: RunRules) -> None:
+    """Raises ValueError."""
+    sync = rules.sync
+    for name, value, most in (
+        ("interval_steps", sync.interval_steps, 1_000_000),
+        ("num_fragments", sync.num_fragments, 100_000),
+        ("quorum", sync.quorum, 100_000),
+        ("rounds_in_flight_max", sync.rounds_in_flight_max, 100_000),
+    ):
+        if not 1 <= value <= most:
+            raise ValueError(f"{name} = {value}")
+
+
+def _check_machines(fleet: Fleet) -> None:
+    """Raises ValueError."""
+    for machine in fleet.machines:
+        for name, value in (
+            ("step time", machine.step_s),
+            ("rate up", machine.up_mbit),
+            ("rate down", machine.down_mbit),
+        ):
+            if not 1e-6 <= value <= 1e9:
+                raise ValueError(f"{machine.name} with a {name} of {value:.3g}")
+
+
+def read_syncer(path: Path) -> TapeBoot:
+    """The process start of which most merges are on that tape. Raises TapeError."""
+    boots = list(read_tape(path))
+    if len(peers := sorted({boot.boot.peer for boot in boots})) > 1:
+        raise TapeError(f"{path.name}: of {len(peers)} peers ({peers[0][:8]}, {peers[1][:8]}); wanted is that of one")
+    numbers = [sum(isinstance(record.event, Merged) for record in boot.events) for boot in boots]
+    if not any(numbers):
+        raise TapeError(f"{path.name}: no merge is on this tape; wanted that of a peer that was syncer for a while")
+    return boots[numbers.index(max(numbers))]
 
 
 def _learners(records: Sequence[TapeEvent]) -> dict[PeerId, _Seen]:
@@ -176,7 +224,7 @@ def _machine(peer: str, seen: _Seen, rtt_s: float | None, *, updates_mbit: float
     up_mbit = _up_mbit(seen, rtt_s)
     failed = len(seen.away_ms)
     return Machine(
-        name=f"{seen.host} {peer[:8]}".strip(),
+        name="".join(c if c.isprintable() else "?" for c in f"{seen.host} {peer[:8]}".strip()),
         step_s=seen.step_s,
         held_up=min(HELD_UP_MAX, max(0.0, 1.0 - seen.taken_ms / max(1.0, seen.possible_ms))),
         up_mbit=up_mbit,
@@ -201,9 +249,11 @@ def _up_mbit(seen: _Seen, rtt_s: float) -> float:
 
 
 def _params(boot: TapeBoot) -> float:
-    """As founded; where another founded, as large as the deltas are in that codec."""
+    """As founded; where another founded, as large as the deltas are in that codec. Raises ValueError."""
     for record in boot.events:
         if isinstance(record.event, FoundRun):
+            if not record.event.num_elements or min(record.event.num_elements) < 1:
+                raise ValueError("a fragment without parameters")
             return float(sum(record.event.num_elements))
     sizes: dict[int, int] = {}
     for record in boot.events:

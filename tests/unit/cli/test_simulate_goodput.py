@@ -120,6 +120,15 @@ def test_a_fleet_and_what_volunteers_bring(
     assert "with volunteers" in printed(monkeypatch, capsys, *asked)
 
 
+def test_what_would_take_all_memory_is_told_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET, encoding="utf-8")
+    assert run(monkeypatch, "--fleet", str(tmp_path / "fleet.toml"), "--days", "36500") == 2
+    said = capsys.readouterr().err
+    assert "3 machines would be followed for 2.6e+08 minutes; give at most 1.45e+03 days" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -135,7 +144,15 @@ def test_a_fleet_and_what_volunteers_bring(
         (("--bandwidth", "--codec", "int5"), "--codec int5: no such codec; there are: none, bf16, int8, int4"),
         (("--bandwidth", "--sites", "1"), "--sites 1: wanted a number from 2"),
         (("--from-tape", "t", "--hold-out", "0.95"), "--hold-out 0.95: wanted a number from 0 to 0.9"),
-        (("--paper", "--hold-out", "0.5"), "--hold-out 0.5: it is for --from-tape; leave it out"),
+        (("--paper", "--hold-out", "0.5"), "--hold-out with --paper says nothing: it is for --from-tape; leave it out"),
+        (
+            ("--fleet", "f", "--hold-out", "0"),
+            "--hold-out with --fleet says nothing: it is for --from-tape; leave it out",
+        ),
+        (("--from-tape", "t", "--hold-out", "nan"), "--hold-out nan: wanted a number from 0 to 0.9"),
+        (("--fleet", "f", "--quorum", "3"), "--quorum with --fleet says nothing: it is for the table or"),
+        (("--fleet", "f", "--codec", "int8"), "--codec with --fleet says nothing: it is for --bandwidth; leave it out"),
+        (("--plan-seconds", "5"), "--plan-seconds here says nothing: it is for --write-plan; leave it out"),
         (("--fleet", "nowhere.toml"), "nowhere.toml: No such file or directory; examples/fleet.toml in the sources"),
     ],
 )
