@@ -51,3 +51,20 @@ def test_a_reform_that_nobody_has_opened_yet_is_proven() -> None:
     assert [type(entry) for entry in shelf.entries(0, 10)] == [Found, Open]
     order[1] = "r"
     assert [type(entry) for entry in shelf.entries(0, 10)] == [Found, Reform]
+
+
+def test_what_can_not_be_read_ends_the_proof_there_until_it_can() -> None:
+    """A proof with a gap proves nothing."""
+    events = ChainBuilder.opened().events
+    entries: dict[Any, Any] = {event.digest: event.entry for event in events}
+    order: list[Any] = [event.digest for event in events]
+    election = SimpleNamespace(digest_at=lambda seq: order[seq] if 0 <= seq < len(order) else None)
+    core: Any = SimpleNamespace(ledger=SimpleNamespace(seq=1, lineage=0), election=election)
+    for unread in ("entry", "signed"):
+        read = dict(entries)
+        del read[order[0]]
+        reads: dict[str, Any] = {"entry": entries.get, "signed": entries.get} | {unread: read.get}
+        shelf = ProofShelf(core, SimpleNamespace(**reads))  # type: ignore[arg-type]
+        assert shelf.entries(0, 10) == []
+        read[order[0]] = entries[order[0]]
+        assert [type(entry) for entry in shelf.entries(0, 10)] == [Found, Open]
