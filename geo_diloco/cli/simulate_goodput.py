@@ -73,9 +73,7 @@ def goodput(
     ] = 0.0,
     write_plan: Annotated[Path | None, typer.Option(help="Failures as a plan for `simulate train --faults`.")] = None,
     plan_seconds: Annotated[float, typer.Option(help="--write-plan: of the run; then it begins anew.")] = 600.0,
-    plan_scale: Annotated[
-        float, typer.Option(help="--write-plan: seconds of the chips in one of the run.")
-    ] = PLAN_SCALE,
+    plan_scale: Annotated[float, typer.Option(help="--write-plan: chips' seconds in one of the run's.")] = PLAN_SCALE,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:

@@ -49,10 +49,11 @@ def test_every_cell_is_an_arm_that_can_be_run_once(study: Any) -> None:
         assert len(set(keys)) == len(keys), name
         for cell in part.cells:
             learners = cell.fleet.learners
-            base = base_manifest(num_learners=learners, tokens=cell.tokens, lockstep=False)
+            base = base_manifest(num_learners=learners, tokens=cell.tokens, lockstep=False, model=cell.model)
             arms_from([cell.arm], base, num_learners=learners)
             assert len(cell.fleet.speeds) in (1, learners) and len(cell.fleet.batch_sizes) in (0, learners)
-        for arm in part.against:
+        assert bool(part.cells) != bool(part.after), name
+        for arm in part.against if part.cells else ():
             assert any(study.report.reference_of(cell, part, arm) for cell in part.cells), (name, arm)
 
 
