@@ -127,28 +127,28 @@ def decode(
     FrameError if the frame is anything else; what is allocated before that is bounded by the *wanted* size, and the
     vector itself comes last. `out` is written to and returned if given (its contents are void after an error).
     """
-    view = memoryview(frame).cast("B")
-    header = _read_header(view)
-    _check_wanted(header, num_elements, layout_digest, fragment, spec)
-    parts = _checked_parts(view, _with_table(view, header))
-    per_chunk = _PARTS[header.codec]
-    if header.codec in _QMAX:  # all scales before the vector: they are small, and most lies show here
-        scales = _scales(parts[::per_chunk], _QMAX[header.codec])
-        blocks = CHUNK_ELEMENTS // header.block
+    opened = _open(frame, num_elements, layout_digest, fragment, spec)
     values: Floats = np.empty(num_elements, dtype=np.float32) if out is None else _writable(out, num_elements)
     for index, start in enumerate(range(0, num_elements, CHUNK_ELEMENTS)):
-        chunk = values[start : start + CHUNK_ELEMENTS]
-        planes = parts[per_chunk * index : per_chunk * (index + 1)]
-        if header.codec == "none":
-            np.copyto(chunk.view(np.uint8), _decompress(planes[0]))
-            quantize.check_finite(chunk, _scratch)
-        elif header.codec == "bf16":
-            high, low = map(_decompress, planes)
-            quantize.values_from_planes(high, low, chunk, _scratch)
-        else:
-            codes = _codes(planes[1:], len(chunk))
-            quantize.values_from_codes(codes, scales[blocks * index :], header.block, chunk)
+        _decode_chunk(opened, index, values[start : start + CHUNK_ELEMENTS])
     return torch.from_numpy(values) if out is None else out
+
+
+def decoded_chunks(
+    frame: Bytes,
+    *,
+    num_elements: int,
+    layout_digest: Digest,
+    fragment: int,
+    spec: CodecSpec | None = None,
+) -> Iterator[Tensor]:
+    """The vector of `decode`, and its errors, a chunk at a time: each is good until the next is asked for."""
+    opened = _open(frame, num_elements, layout_digest, fragment, spec)
+    room: Floats = np.empty(min(CHUNK_ELEMENTS, num_elements), dtype=np.float32)
+    for index, start in enumerate(range(0, num_elements, CHUNK_ELEMENTS)):
+        chunk = room[: min(CHUNK_ELEMENTS, num_elements - start)]
+        _decode_chunk(opened, index, chunk)
+        yield torch.from_numpy(chunk)
 
 
 def inspect(frame: Bytes) -> FrameHeader:
@@ -158,6 +158,41 @@ def inspect(frame: Bytes) -> FrameHeader:
 
 
 # ---- chunks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A frame of what is wanted, with all that can be checked before its chunks are decoded."""
+
+    header: FrameHeader
+    parts: list[_Part]
+    scales: Floats | None
+    """Of all chunks. They are small, and most lies show there."""
+
+
+def _open(frame: Bytes, num_elements: int, layout_digest: Digest, fragment: int, spec: CodecSpec | None) -> _Opened:
+    view = memoryview(frame).cast("B")
+    header = _read_header(view)
+    _check_wanted(header, num_elements, layout_digest, fragment, spec)
+    parts = _checked_parts(view, _with_table(view, header))
+    if header.codec not in _QMAX:
+        return _Opened(header, parts, None)
+    return _Opened(header, parts, _scales(parts[:: _PARTS[header.codec]], _QMAX[header.codec]))
+
+
+def _decode_chunk(opened: _Opened, index: int, out: Floats) -> None:
+    header, per_chunk = opened.header, _PARTS[opened.header.codec]
+    planes = opened.parts[per_chunk * index : per_chunk * (index + 1)]
+    if header.codec == "none":
+        np.copyto(out.view(np.uint8), _decompress(planes[0]))
+        quantize.check_finite(out, _scratch)
+    elif header.codec == "bf16":
+        high, low = map(_decompress, planes)
+        quantize.values_from_planes(high, low, out, _scratch)
+    else:
+        assert opened.scales is not None
+        first = CHUNK_ELEMENTS // header.block * index
+        quantize.values_from_codes(_codes(planes[1:], len(out)), opened.scales[first:], header.block, out)
 
 
 def _planes(values: Floats, spec: CodecSpec) -> Iterator[tuple[NDArray[Any], zstandard.ZstdCompressor]]:

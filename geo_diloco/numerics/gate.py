@@ -15,8 +15,8 @@ from torch import Tensor
 
 from geo_diloco.errors import FrameError, FrameLayoutError
 from geo_diloco.manifest import CodecSpec, Digest
-from geo_diloco.numerics.codec import Bytes, FrameHeader, decode, inspect
-from geo_diloco.numerics.merge import l2_norm
+from geo_diloco.numerics.codec import Bytes, FrameHeader, decoded_chunks, inspect
+from geo_diloco.numerics.merge import l2_norm, sum_of_squares
 
 _DOT_ELEMENTS = 8192
 LENGTH_FACTOR = 10.0
@@ -43,13 +43,17 @@ def check_contribution(
     length_max: float = math.inf,
 ) -> GateResult:
     """Can this frame be merged as that fragment, was it made with an agreed codec (if `specs` are given), and is its
-    delta no longer than `length_max`?"""
+    delta no longer than `length_max`? All of it is decoded, and never more than a chunk of it is there."""
     try:
         spec = _agreed(inspect(frame), specs)
-        delta = decode(frame, num_elements=num_elements, layout_digest=layout_digest, fragment=fragment, spec=spec)
+        squares = 0.0
+        for chunk in decoded_chunks(
+            frame, num_elements=num_elements, layout_digest=layout_digest, fragment=fragment, spec=spec
+        ):
+            squares = sum_of_squares(chunk, squares)
     except FrameError as exc:
         return GateResult(False, f"{exc.code} {exc}", 0.0)
-    length = l2_norm(delta)
+    length = math.sqrt(squares)
     if length > length_max:
         return GateResult(False, f"implausible: a delta of length {length:.3g}, at most {length_max:.3g} is taken", 0.0)
     return GateResult(True, "ok", length)

@@ -60,15 +60,20 @@ def outer_gradient(delta: Tensor, *, form: LateForm, drift: Tensor | None) -> Te
 
 def l2_norm(vector: Tensor) -> float:
     """L2 norm, accumulated in float64; NaN or infinity if a value is."""
+    return math.sqrt(sum_of_squares(vector))
+
+
+def sum_of_squares(vector: Tensor, total: float = 0.0) -> float:
+    """`total` and the squares of these values, in float64. In pieces of whole multiples of 8192 elements, each added to
+    the last one's result, a vector gives the same bits as at once."""
     values = vector.detach().numpy()
     work = np.empty(min(_NORM_ELEMENTS, len(values)))
-    total = 0.0
     for start in range(0, len(values), _NORM_ELEMENTS):
         part = values[start : start + _NORM_ELEMENTS]
         wide = work[: len(part)]
         np.copyto(wide, part)
         total += float(np.dot(wide, wide))
-    return math.sqrt(total)
+    return total
 
 
 def quick_norm(vector: Tensor) -> float:

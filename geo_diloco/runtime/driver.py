@@ -2,7 +2,8 @@
 
 The core decides and never waits; whatever takes time (a transfer, a merge, an fsync) is done by an *interpreter*,
 which answers by feeding another event. The driver owns only what both have in common: the tape (written before the
-core sees the event), the one deadline, the jobs in flight, and the worker thread that all tensor work runs on. An
+core sees the event), the one deadline, the jobs in flight, and the worker: the thread that the state's tensors belong
+to, and a few beside it. An
 interpreter may feed at once, from inside an effect: events are queued and handled one after another, so the core is
 never entered twice.
 
@@ -12,6 +13,7 @@ What ends a driver: `close`, or a bug (an exception out of the core or of a job)
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -38,6 +40,8 @@ T = TypeVar("T")
 Interpreter = Callable[[Any], None]
 """Takes one effect of its type and returns at once."""
 
+ASIDE_MAX = 4
+"""More threads than that have no more to do, and each has its scratch buffers."""
 JOBS_MAX = 65_536
 """More than this at once means that something is fed faster than it can ever be done."""
 
@@ -49,18 +53,38 @@ def now_ms() -> MonoMs:
 
 
 class Worker:
-    """One thread for everything with tensors; first in, first out: what is asked for in order happens in order."""
+    """One thread for everything that changes the state's tensors, first in, first out: what is asked for in order
+    happens in order. Beside it a few (`ASIDE_MAX`, and no more than there are processors) for what changes none and
+    may happen in any order, so that it waits for no merge and no merge for it."""
 
     def __init__(self, name: str) -> None:
+        self.num_aside = min(ASIDE_MAX, num_processors())
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._aside = ThreadPoolExecutor(self.num_aside, thread_name_prefix=f"{name}-aside")
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
+    def begin(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """As `call`, but in line from now on, whatever becomes of the caller: who calls later finds it done."""
+        queued = self._pool.submit(lambda: function(*args, **kwargs))
+        return asyncio.shield(asyncio.wrap_future(queued))
+
+    async def call_aside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In no order with anything else. Of the state it may read what is never written to."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._aside, lambda: function(*args, **kwargs))
+
     def close(self) -> None:
-        """Lets the call in progress end; those that wait are dropped."""
+        """Lets the calls in progress end; those that wait are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._aside.shutdown(wait=False, cancel_futures=True)
+
+
+def num_processors() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Driver:

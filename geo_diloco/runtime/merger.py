@@ -1,9 +1,10 @@
 """The outer state (Theta and momentum) and the two ways it moves: a merge of our own, or an update of somebody's.
 
 It stands apart because it is the one place where the run's state lives as tensors, and because it belongs to one
-thread, the worker thread of `runtime/driver.py`: nothing here locks, and nothing here waits. A merge is *staged*: its
-update waits beside the visible state until its commit is signed and on disk, so a process that dies in between has
-lost nothing that anybody saw. A visible Theta is never changed in place; whoever holds one may keep it.
+thread, the worker thread of `runtime/driver.py`: nothing here locks, and nothing here waits. (`check` alone may be
+called from any thread: it reads a Theta, and nothing else.) A merge is *staged*: its update waits beside the visible
+state until its commit is signed and on disk, so a process that dies in between has lost nothing that anybody saw. A
+visible Theta is never changed in place; whoever holds one may keep it.
 
 Memory beyond what is held (Theta, b, r and the last update of every fragment): while merging the running sum and one
 decoded contribution; while staged the update and the residual it leaves, in the same room. At the commit the new Theta
@@ -86,6 +87,8 @@ class _Fragment:
     last_update_N: Tensor | None = None
     recent: deque[tuple[int, Tensor]] | None = None
     """(version made, u_hat) of the newest updates; kept only where late work is measured against them."""
+    length_max: float | None = None
+    """Of a delta, beside this Theta; known once a contribution was checked."""
 
 
 @dataclass
@@ -224,15 +227,20 @@ class OuterState:
     # ---- merging
 
     def check(self, effect: CheckContribution, frame: bytes, codecs: tuple[CodecSpec, ...]) -> ContributionChecked:
-        """Whether that contribution's frame, encoded in one of these ways, can be merged as things stand."""
+        """Whether that contribution's frame, encoded in one of these ways, can be merged as things stand. For any
+        thread; takes the memory of a chunk."""
         fragment = effect.id.fragment
+        held = self._held(fragment)
+        longest = held.length_max
+        if longest is None:  # two threads may find it at once, and the same
+            longest = held.length_max = length_max(held.theta_N)
         result = check_contribution(
             frame,
             num_elements=self.layout.num_elements[fragment],
             layout_digest=self._digest,
             fragment=fragment,
             specs=codecs,
-            length_max=length_max(self.theta(fragment)),
+            length_max=longest,
         )
         return ContributionChecked(effect.id, result.ok, result.reason, result.norm if result.ok else 0.0)
 

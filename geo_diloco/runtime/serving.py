@@ -3,6 +3,8 @@
 The order on disk is the point of this file: a merged update's bytes are in the blob store before the core hears
 `Merged`; an entry is signed, appended and fsynced before the core hears `Sealed`; only then does the visible state move
 and anybody else learn of it. So a process that dies at any moment has shown nothing that its disk can't show again.
+What the worker thread does is merge, and move the state: checks and disks don't take it, and a commit doesn't wait for
+it. The move is in line there when `Sealed` is said, before whatever is asked for because of that.
 Every peer that could be elected has these hands; they rest while it does not serve.
 """
 
@@ -35,14 +37,16 @@ from geo_diloco.protocol.messages import BlobRef, Commit, Entry
 from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.driver import Driver, Interpreter, Worker
 from geo_diloco.runtime.identity import Identity
-from geo_diloco.runtime.merger import MergeError, MergeOutcome, OuterState
+from geo_diloco.runtime.merger import MergeError, OuterState
 from geo_diloco.runtime.snapshots import SnapshotShelf
 from geo_diloco.runtime.store import BlobStore, blob_ref
 from geo_diloco.runtime.wire import Signed, pack_line, seal_entry
 
 ANNOUNCED_KEPT = 64
 CHECKED_AT_ONCE = 16
-"""Contributions. Each way to the worker thread and back waits for both threads to get a processor."""
+"""Contributions. Each way to another thread and back waits for both threads to get a processor."""
+CHECKED_BYTES = 256 << 10
+"""Of contributions checked at once: larger ones are better shared out among the threads."""
 DISK_RETRY_S = 1.0
 
 
@@ -95,7 +99,7 @@ class Serving:
         self._to_delete: dict[Digest, BlobRef] = {}
         """Forgotten, and still on the disk or just being deleted."""
         self._to_check: deque[CheckContribution] = deque()
-        self._is_checking = False
+        self._num_checking = 0
 
     def interpreters(self) -> Mapping[type, Interpreter]:
         return {
@@ -115,12 +119,13 @@ class Serving:
         await self._append(signed, effect.entry)
         if p.keep_contributions:
             self._keep_merged(effect.entry)
-        await p.worker.call(self._advance, effect.entry)
+        advanced = p.worker.begin(self._advance, effect.entry)  # behind what merges now; who asks later finds it done
         self._sealed[effect.entry.header.seq] = line
         if len(self._sealed) > ANNOUNCED_KEPT:
             self._sealed.popitem(last=False)
         self._on_sealed(effect.entry)
         p.driver.feed(Sealed(effect.entry.header.term, effect.entry.header.seq, signed.digest))
+        await advanced
 
     def _sign(self, entry: Entry) -> tuple[Signed, str | bytes]:
         signed = seal_entry(entry, self._p.identity)
@@ -202,16 +207,24 @@ class Serving:
         return blob.digest in self._updates or blob.digest in p.chain.updates or blob.digest in p.snapshots.named
 
     def _check_soon(self, effect: CheckContribution) -> None:
-        """However many arrive at once, they are one job."""
+        """However many arrive at once, they are as many jobs as there are threads for them."""
         self._to_check.append(effect)
-        if not self._is_checking:
-            self._is_checking = True
+        if self._num_checking < self._p.worker.num_aside:
+            self._num_checking += 1
             self._p.driver.start(self._check_all(), name="check")
 
     async def _check_all(self) -> None:
         while self._to_check:
-            await self._check([self._to_check.popleft() for _ in range(min(CHECKED_AT_ONCE, len(self._to_check)))])
-        self._is_checking = False
+            await self._check(self._next_to_check())
+        self._num_checking -= 1
+
+    def _next_to_check(self) -> list[CheckContribution]:
+        batch = [self._to_check.popleft()]
+        while self._to_check and len(batch) < CHECKED_AT_ONCE:
+            if sum(each.blob.size for each in batch) + self._to_check[0].blob.size > CHECKED_BYTES:
+                break
+            batch.append(self._to_check.popleft())
+        return batch
 
     async def _check(self, effects: list[CheckContribution]) -> None:
         p, codecs = self._p, self._p.driver.core.codecs_up
@@ -223,7 +236,7 @@ class Serving:
                 return ContributionChecked(effect.id, False, str(exc), 0.0)
             return p.outer.check(effect, frame, codecs)
 
-        for event in await p.worker.call(lambda: [check(effect) for effect in effects]):
+        for event in await p.worker.call_aside(lambda: [check(effect) for effect in effects]):
             p.counters.up_params += p.outer.layout.num_elements[event.id.fragment]
             p.driver.feed(event)
         p.counters.up_bytes += sum(effect.blob.size for effect in effects)
@@ -231,12 +244,9 @@ class Serving:
     async def _merge(self, effect: Merge) -> None:
         p = self._p
 
-        def merge() -> tuple[MergeOutcome, BlobRef]:
-            outcome = p.outer.merge(effect, p.store.get, p.manifest)
-            return outcome, self._put_update(outcome.frame)
-
         try:
-            outcome, update = await p.worker.call(merge)
+            outcome = await p.worker.call(p.outer.merge, effect, p.store.get, p.manifest)
+            update = await p.worker.call_aside(self._put_update, outcome.frame)
         except MergeError as exc:
             p.driver.feed(MergeFailed(effect.fragment, effect.round, effect.attempt, exc.reason, exc.culprit))
             return

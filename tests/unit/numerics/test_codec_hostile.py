@@ -23,7 +23,9 @@ from geo_diloco.errors import (
     TruncatedFrame,
 )
 from geo_diloco.manifest import CodecName, CodecSpec, Digest
-from geo_diloco.numerics.codec import decode, encode, inspect
+from geo_diloco.numerics.codec import decode, decoded_chunks, encode, inspect
+from geo_diloco.numerics.gate import GateResult, check_contribution
+from geo_diloco.numerics.merge import l2_norm
 
 LAYOUT = Digest("0123456789abcdef" * 4)
 OTHER_LAYOUT = Digest("fedcba9876543210" * 4)
@@ -32,6 +34,8 @@ LARGE = 4 << 20
 SMALL_BYTES = 1 << 20
 """What may be allocated before a bad frame of LARGE elements is refused."""
 CHUNK = 262_144
+_HEADER_BYTES = 56
+INT4 = CodecSpec(name="int4", block=64)
 CODECS: dict[CodecName, int] = {"none": 0, "bf16": 1, "int8": 2, "int4": 3}
 compress = zstandard.ZstdCompressor(level=1).compress
 
@@ -202,6 +206,55 @@ def test_a_bad_frame_is_refused_by_name_before_anything_large_is_allocated(name:
     assert len(caught) == 2
     assert type(caught[0]) is error
     assert len(str(caught[0])) > 10
+
+
+@pytest.mark.parametrize("name", BAD_LARGE_FRAMES)
+def test_the_gate_refuses_a_bad_frame_by_the_same_name_and_with_less_memory_than_a_vector(name: str) -> None:
+    frame, error = BAD_LARGE_FRAMES[name]
+    results: list[GateResult] = []
+    with pytest.raises(error) as caught:
+        decode_large(frame)
+
+    def attempt() -> None:
+        results.append(check_contribution(frame, num_elements=LARGE, layout_digest=LAYOUT, fragment=0, specs=(INT4,)))
+
+    attempt()
+    assert peak_of(attempt) < SMALL_BYTES
+    assert {(result.ok, result.reason) for result in results} == {(False, f"{error.code} {caught.value}")}
+
+
+def test_what_lies_in_the_last_chunk_alone_is_found_too() -> None:
+    """The gate has let go of all chunks before it by then."""
+    vector = torch.ones(2 * CHUNK + 5)
+    spec = CodecSpec(name="none")
+    frame = bytearray(encode(vector, spec, layout_digest=LAYOUT, fragment=0))
+    rest = zstandard.ZstdCompressor(level=1).compress(struct.pack("<5f", 1, 1, float("nan"), 1, 1))
+    *_, last = inspect(frame).part_bytes
+    frame[-last:] = rest
+    frame[_HEADER_BYTES + 8 : _HEADER_BYTES + 12] = struct.pack("<I", len(rest))
+    result = check_contribution(frame, num_elements=len(vector), layout_digest=LAYOUT, fragment=0)
+    assert not result.ok and result.reason.startswith(NonFiniteFrame.code)
+
+
+def test_a_good_frame_is_checked_in_the_memory_of_a_chunk() -> None:
+    frame = encode(torch.ones(LARGE), CodecSpec(name="int4", block=64), layout_digest=LAYOUT, fragment=0)
+
+    def attempt() -> None:
+        assert check_contribution(frame, num_elements=LARGE, layout_digest=LAYOUT, fragment=0).ok
+
+    attempt()
+    assert peak_of(attempt) < 4 * LARGE / 2
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 77])
+def test_chunks_together_are_the_vector_to_the_bit(codec: CodecName, size: int) -> None:
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    frame = encode(vector, CodecSpec(name=codec, block=64), layout_digest=LAYOUT, fragment=0)
+    whole = decode(frame, num_elements=size, layout_digest=LAYOUT, fragment=0)
+    chunks = decoded_chunks(frame, num_elements=size, layout_digest=LAYOUT, fragment=0)
+    assert torch.equal(torch.cat([chunk.clone() for chunk in chunks]), whole)
+    assert check_contribution(frame, num_elements=size, layout_digest=LAYOUT, fragment=0).norm == l2_norm(whole)
 
 
 def test_a_wrong_layout_fragment_codec_or_length_is_named_in_the_message() -> None:

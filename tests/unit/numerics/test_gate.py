@@ -63,7 +63,7 @@ def test_a_bug_of_ours_is_not_taken_for_a_bad_contribution(monkeypatch: pytest.M
     def broken(*_: object, **__: object) -> torch.Tensor:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(gate, "decode", broken)
+    monkeypatch.setattr(gate, "decoded_chunks", broken)
     with pytest.raises(ZeroDivisionError):
         check_contribution(frame(), num_elements=3, layout_digest=LAYOUT, fragment=2)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from geo_diloco.runtime.chain import ChainCopy
 from geo_diloco.runtime.driver import JOBS_MAX, Driver, Worker
 from geo_diloco.runtime.identity import Identity
 from geo_diloco.runtime.merger import OuterState
-from geo_diloco.runtime.serving import Serving, ServingParts
+from geo_diloco.runtime.serving import CHECKED_AT_ONCE, CHECKED_BYTES, Serving, ServingParts
 from geo_diloco.runtime.snapshots import SnapshotShelf, Standing, standing_of
 from geo_diloco.runtime.store import BlobStore, ChainStore
 
@@ -318,13 +320,112 @@ def test_a_contribution_alike_to_an_update_still_arrives(tmp_path: Path) -> None
     with_syncer(tmp_path, talk)
 
 
+@contextmanager
+def busy(worker: Worker) -> Iterator[None]:
+    """Its thread is at something that takes as long as the block does."""
+    is_over = threading.Event()
+    worker.begin(is_over.wait, 120)
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def test_a_contribution_is_checked_while_the_worker_thread_merges(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        with busy(it.worker):
+            assert (await it.check(frame_of(torch.ones(N) / N))).ok
+            refused = await it.check(frame_of(torch.ones(N) / N)[:-1])
+            assert not refused.ok and refused.reason.startswith("GD-302")
+
+    with_syncer(tmp_path, talk)
+
+
+def test_an_entry_is_sealed_while_the_worker_thread_merges_and_who_asks_then_finds_it_done(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        await it.found()
+        blob = it.store.put(frame_of(torch.ones(N) / N))
+        merged = await it.merge(blob)
+        with busy(it.worker):
+            await it.commit(merged, blob)
+            assert it.outer.version(P0) == 0
+            seen = it.worker.begin(lambda: (it.outer.version(P0), fragment_digest(it.outer.theta(P0))))
+        assert await seen == (1, merged.state_digest)
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_commit_that_is_sealed_when_the_driver_closes_is_still_made_visible(tmp_path: Path) -> None:
+    """The core has heard of it: a last snapshot is of a state that has it."""
+
+    async def talk(it: Syncer) -> None:
+        await it.found()
+        blob = it.store.put(frame_of(torch.ones(N) / N))
+        merged = await it.merge(blob)
+        with busy(it.worker):
+            await it.commit(merged, blob)
+            await it.driver.close()
+        assert await it.worker.call(it.outer.version, P0) == 1
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_driver_that_closes_while_contributions_are_checked_waits_for_none(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        blob, reading, may_go = it.store.put(frame_of(torch.ones(N) / N)), threading.Event(), threading.Event()
+        honest = it.store.get
+        it.store.get = lambda ref: (reading.set(), may_go.wait(20), honest(ref))[-1]  # type: ignore[method-assign]
+        try:
+            for step in range(3 * CHECKED_AT_ONCE):
+                it.do(CheckContribution(ContributionId(ANN, P0, Digest("c" * 64), step), blob))
+            await asyncio.to_thread(reading.wait, 20)
+            async with asyncio.timeout(10):
+                await it.driver.close()
+        finally:
+            may_go.set()
+        assert not it.core.heard
+
+    with_syncer(tmp_path, talk)
+
+
+def test_a_bug_in_a_check_ends_the_driver(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        def check(*of: Any) -> ContributionChecked:
+            raise ZeroDivisionError
+
+        it.outer.check = check  # type: ignore[method-assign]
+        it.do(CheckContribution(ContributionId(ANN, P0, Digest("c" * 64), 8), it.store.put(frame_of(torch.ones(N)))))
+        with pytest.raises(ZeroDivisionError):
+            async with asyncio.timeout(20):
+                await it.driver.wait_closed()
+        it.driver._failure = None  # it was looked at
+
+    with_syncer(tmp_path, talk)
+
+
+def test_large_contributions_are_shared_out_and_small_ones_go_together(tmp_path: Path) -> None:
+    async def talk(it: Syncer) -> None:
+        def next_of(size: int) -> int:
+            it.serving._to_check.clear()
+            for step in range(40):
+                blob = BlobRef(Digest("d" * 64), size)
+                it.serving._to_check.append(CheckContribution(ContributionId(ANN, P0, Digest("c" * 64), step), blob))
+            return len(it.serving._next_to_check())
+
+        assert next_of(1 << 30) == 1
+        assert next_of(CHECKED_BYTES // 4) == 4
+        assert next_of(100) == CHECKED_AT_ONCE
+
+    with_syncer(tmp_path, talk)
+
+
 def test_however_many_contributions_arrive_at_once_they_are_checked(tmp_path: Path) -> None:
     async def talk(it: Syncer) -> None:
         blob = it.store.put(frame_of(torch.ones(N) / N))
         number = JOBS_MAX // 256 + 300
         for step in range(number):
             it.do(CheckContribution(ContributionId(ANN, P0, Digest("c" * 64), step), blob))
-        assert len(it.driver._jobs) == 1
+        assert len(it.driver._jobs) == it.worker.num_aside
         assert len(await it.core.wait_for(ContributionChecked, number)) == number
 
     with_syncer(tmp_path, talk)
