@@ -20,7 +20,7 @@ SEQUENCES = 256
 """Held-out, of 128 bytes each."""
 MILLION = 1_000_000
 TOKENS_PER_SECOND: dict[ModelName, int] = {"dense": 20_000, "dense-1M": 6_000, "moe": 12_000, "vit": 40_000}
-"""Of a core, about: it tells what fits into the minutes left until something has been measured."""
+"""Of a core: the first is measured, the others are guesses, good until a run has told."""
 
 
 @dataclass(frozen=True, kw_only=True)

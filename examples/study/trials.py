@@ -5,8 +5,8 @@ training without failures does in a model's time: its tokens ("equal tokens"), o
 simulated clock). Data-parallel training under the plan is not trained by tokens: it would learn from the same batches
 in the same order as without failures, only later.
 
-Cost: about 57 minutes of one core that does nothing else: of 20,000 tokens a second for the dense model, 45M tokens in
-three seeds; of the mixture of experts 9M in one seed; of the vision transformer 14M in three.
+Cost: 45M tokens of the dense model in three seeds, 14M of the vision transformer in three, 9M of the mixture of experts
+in one: about an hour of one idle core, by the speeds in `plan.py`, of which only the first is measured.
 """
 
 from __future__ import annotations

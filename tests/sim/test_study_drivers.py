@@ -34,7 +34,8 @@ def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
     for name in NAMES:
         sys.modules.pop(name, None)
-    resource_tracker._resource_tracker._stop()  # of processes that were spawned; it would wait for the end of all tests
+    # It was begun with the processes that were spawned, and would wait for the end of all tests.
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 # ---- errands
