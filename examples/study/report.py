@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from central_report import central_report, in_percent, in_points
-from plan import PARTS, Cell, Part
+from plan import EQUAL, PARTS, Cell, Part
 from run import RESULTS, key_of, part_named, read_results
 
 README = Path(__file__).parent / "README.md"
@@ -69,6 +69,8 @@ def fleet_in_words(cell: Cell) -> str:
         words.append("speeds " + " : ".join(f"{speed:g}" for speed in fleet.speeds))
     if fleet.batch_sizes:
         words.append("batches " + " : ".join(map(str, fleet.batch_sizes)))
+    if fleet.delay_ms != EQUAL.delay_ms:
+        words.append(f"packets take {fleet.delay_ms} ms")
     if fleet.away:
         words.append(f"away a fifth of the time ({fleet.away})")
     return ", ".join(words)

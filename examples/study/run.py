@@ -32,8 +32,11 @@ Job = tuple[Cell, int]
 
 def key_of(cell: Cell, seed: int) -> str:
     """A result is known by all that decides it."""
+    fleet = asdict(cell.decisive)
+    if cell.decisive.delay_ms == EQUAL.delay_ms:
+        del fleet["delay_ms"]  # it came later than the first results
     model = [] if cell.model == "dense" else [cell.model]
-    return json.dumps([cell.arm, cell.tokens, asdict(cell.decisive), seed, *model], sort_keys=True)
+    return json.dumps([cell.arm, cell.tokens, fleet, seed, *model], sort_keys=True)
 
 
 NEEDED = ("key", "seed", "date", "cpu_s", "heldout", "tokens_trained", "tokens_merged", "participants_mean")
@@ -90,7 +93,7 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
     speeds = fleet.speeds * fleet.learners if len(fleet.speeds) == 1 else fleet.speeds
     batches = fleet.batch_sizes or (0,) * fleet.learners
     machines = tuple(
-        Machine(step_ms=round(160 / speed), up_mbit=100, down_mbit=100, delay_ms=20, batch_size=batch)
+        Machine(step_ms=round(160 / speed), up_mbit=100, down_mbit=100, delay_ms=fleet.delay_ms, batch_size=batch)
         for speed, batch in zip(speeds, batches, strict=True)
     )
     base = base_manifest(num_learners=fleet.learners, tokens=cell.tokens, lockstep=False, model=cell.model)

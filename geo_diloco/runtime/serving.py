@@ -207,9 +207,11 @@ class Serving:
         return blob.digest in self._updates or blob.digest in p.chain.updates or blob.digest in p.snapshots.named
 
     def _check_soon(self, effect: CheckContribution) -> None:
-        """However many arrive at once, they are as many jobs as there are threads for them."""
+        """However many small ones arrive at once, they are one job: each thread more takes turns from the event loop.
+        Large ones, whose decoding leaves the interpreter free, are as many as there are threads for them."""
         self._to_check.append(effect)
-        if self._num_checking < self._p.worker.num_aside:
+        most = self._p.worker.num_aside if effect.blob.size > CHECKED_BYTES // CHECKED_AT_ONCE else 1
+        if self._num_checking < most:
             self._num_checking += 1
             self._p.driver.start(self._check_all(), name="check")
 

@@ -419,13 +419,20 @@ def test_large_contributions_are_shared_out_and_small_ones_go_together(tmp_path:
     with_syncer(tmp_path, talk)
 
 
-def test_however_many_contributions_arrive_at_once_they_are_checked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_large", [False, True])
+def test_however_many_contributions_arrive_at_once_they_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_large: bool
+) -> None:
+    if are_large:
+        monkeypatch.setattr(serving_module, "CHECKED_BYTES", 0)
+
     async def talk(it: Syncer) -> None:
+        it.worker.num_aside = 3
         blob = it.store.put(frame_of(torch.ones(N) / N))
         number = JOBS_MAX // 256 + 300
         for step in range(number):
             it.do(CheckContribution(ContributionId(ANN, P0, Digest("c" * 64), step), blob))
-        assert len(it.driver._jobs) == it.worker.num_aside
+        assert len(it.driver._jobs) == (3 if are_large else 1)
         assert len(await it.core.wait_for(ContributionChecked, number)) == number
 
     with_syncer(tmp_path, talk)
