@@ -23,6 +23,7 @@ from geo_diloco.runtime.pieces import (
     INDEX_BROUGHT_PIECES_MAX,
     INDEX_WANTED_HEADER,
     PIECE_DIGEST_BYTES,
+    BlobStatus,
     by_piece,
     check_size,
     index_from_header,
@@ -163,18 +164,9 @@ class _Fetch:
             return await self._get_index()
         if num_pieces(self._m.ref.size) == 1:
             return None
-        m, url = self._m, self._m.url(self.url)
-        async with (
-            m.timed(self.url),
-            asking(url),
-            Deadline(m.stall_s),
-            m.bulk.session.head(url, allow_redirects=False) as response,
-        ):
-            await check(response)
-            return self._having(response)
+        return self._having(await self._m.status_there(self.url))
 
-    def _having(self, response: Response) -> Collection[int] | None:
-        status = status_from_headers(response.headers, self._m.ref)
+    def _having(self, status: BlobStatus) -> Collection[int] | None:
         return None if len(status.held) == num_pieces(self._m.ref.size) else status.held
 
     async def _get_index(self) -> Collection[int] | None:
@@ -187,7 +179,8 @@ class _Fetch:
             m.bulk.session.get(url, allow_redirects=False) as response,
         ):
             await check(response)
-            having = self._having(response) if HELD_HEADER in response.headers else None
+            has_said = HELD_HEADER in response.headers
+            having = self._having(status_from_headers(response.headers, m.ref)) if has_said else None
             index = await read_bounded(response, wanted, deadline)
         async with self._job.keeping_index:
             if not self._job.has_index:

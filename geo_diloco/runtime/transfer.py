@@ -18,10 +18,10 @@ from geo_diloco.protocol.messages import BlobRef
 from geo_diloco.runtime.board import Direction, Line
 from geo_diloco.runtime.bulk import Bulk
 from geo_diloco.runtime.flow import Flow
-from geo_diloco.runtime.pieces import PIECE_BYTES, piece_range
+from geo_diloco.runtime.pieces import PIECE_BYTES, BlobStatus, piece_range, status_from_headers
 from geo_diloco.runtime.routes import Route
 from geo_diloco.runtime.runs import NotYetError, Way
-from geo_diloco.runtime.session import Response, TransferRefused, raise_for_status
+from geo_diloco.runtime.session import Deadline, Response, TransferRefused, asking, raise_for_status
 from geo_diloco.runtime.spans import Missing, Span
 from geo_diloco.runtime.store import BlobStore
 from geo_diloco.runtime.streams import STREAMS_MAX
@@ -89,6 +89,18 @@ class Move:
         begin = monotonic()
         yield
         self.bulk.routes.to(base_url).answered(monotonic() - begin)
+
+    async def status_there(self, base_url: str) -> BlobStatus:
+        """What of the blob is there. Raises TransferError, `NotYetError` or TransferRefused."""
+        url = self.url(base_url)
+        async with (
+            self.timed(base_url),
+            asking(url),
+            Deadline(self.stall_s),
+            self.bulk.session.head(url, allow_redirects=False) as response,
+        ):
+            await check(response)
+            return status_from_headers(response.headers, self.ref)
 
     def url(self, base_url: str) -> str:
         return f"{base_url}/v1/blobs/{self.ref.digest}"

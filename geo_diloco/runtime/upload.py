@@ -93,7 +93,7 @@ class _Upload:
             self._brought = header_from_index(await self._index()) if total > 1 else ""
             return
         moved_before = m.missing.moved_so_far
-        status = await self._head() if total == 1 or self._asks_first else await self._put_index()
+        status = await self._m.status_there(self.url) if total == 1 or self._asks_first else await self._put_index()
         if not status.has_index and total != 1:
             status = await self._put_index()
         self.is_complete = self.is_complete or status.complete
@@ -116,17 +116,6 @@ class _Upload:
     async def left(self) -> Report | None:
         """The other side knows, and is asked before anything is sent again."""
         return None
-
-    async def _head(self) -> BlobStatus:
-        m, url = self._m, self._m.url(self.url)
-        async with (
-            m.timed(self.url),
-            asking(url),
-            Deadline(m.stall_s),
-            m.bulk.session.head(url, allow_redirects=False) as response,
-        ):
-            await check(response)
-            return status_from_headers(response.headers, m.ref)
 
     async def _index(self) -> bytes:
         with _own_blob():

@@ -137,10 +137,10 @@ def test_one_small_blob_is_one_request(tmp_path: Path, mine: BlobStore, monkeypa
 def test_a_large_blob_is_begun_with_one_request_which_also_tells_what_is_there(
     tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def head(way: object) -> BlobStatus:
+    async def head(move: object, url: str) -> BlobStatus:
         raise AssertionError("on a link with a long way every question costs a part of a fragment")
 
-    monkeypatch.setattr(upload._Upload, "_head", head)
+    monkeypatch.setattr(transfer.Move, "status_there", head)
     half = BlobStore(tmp_path / "theirs")
     half.set_index(BIG_REF, BIG_INDEX)
     half.append_piece(BIG_REF, 1, 0, BIG[PIECE_BYTES : 2 * PIECE_BYTES])
@@ -158,10 +158,10 @@ def test_a_large_blob_is_begun_with_one_request_which_also_tells_what_is_there(
 def test_a_new_blob_of_few_pieces_is_sent_without_a_question_and_is_sent_before_it_is_confirmed(
     tmp_path: Path, mine: BlobStore, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    async def ask(way: object) -> BlobStatus:
+    async def ask(*_: object) -> BlobStatus:
         raise AssertionError("on a link with a long way every question costs a part of a fragment")
 
-    monkeypatch.setattr(upload._Upload, "_head", ask)
+    monkeypatch.setattr(transfer.Move, "status_there", ask)
     monkeypatch.setattr(upload._Upload, "_put_index", ask)
     ref = mine.put(data)
 
